@@ -8,6 +8,7 @@ wall-clock time, the CUDA generator is the CPU's.
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -70,6 +71,8 @@ class Stream:
 
 
 _STREAM = Stream()
+# An architecture that needs no CUDA_DEVICE_MAX_CONNECTIONS=1 to order kernels: there is no queue to order.
+_PROPERTIES = SimpleNamespace(name="CPU", major=10, minor=0, total_memory=0, multi_processor_count=1)
 
 
 @contextlib.contextmanager
@@ -97,7 +100,7 @@ def _replacements() -> dict[str, Any]:
         "current_stream": lambda *_: _STREAM,
         "default_stream": lambda *_: _STREAM,
         "get_device_name": lambda *_: "CPU",
-        "get_device_capability": lambda *_: (0, 0),
+        "get_device_properties": lambda *_: _PROPERTIES,
         "get_rng_state": lambda *_: torch.get_rng_state(),
         "set_rng_state": _set_rng_state,
         "manual_seed": torch.manual_seed,
