@@ -1,23 +1,26 @@
 """Turn text files into Megatron's indexed dataset, one token a byte and one document a file.
 
-    python examples/prepare_text.py --output data/stdlib                  the Python standard library's own sources
-    python examples/prepare_text.py --output data/mine --input my/folder  the text files below a folder, or one file
+    python examples/prepare_text.py --output data                    the Python standard library's own sources
+    python examples/prepare_text.py --output data --input my/folder  the text files below a folder, or one file
 
 The tokens are those of Megatron's `--tokenizer-type NullTokenizer --vocab-size 257`: the bytes 0-255, and 256 after
-each document. A second run with the same input finds the dataset and writes nothing.
+each document. The dataset is named after its source and a digest of the files' names, sizes and times, so a second run
+finds it, and changed files make a new one (Megatron keeps indices by path and would not notice the change).
 """
 
 import argparse
+import hashlib
 import json
 import os
+import re
 import sysconfig
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 END_OF_DOCUMENT = 256
 VOCAB_SIZE = 257
@@ -25,12 +28,12 @@ VOCAB_SIZE = 257
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a dataset was made of: kept beside it, to know it again."""
+    """A prepared dataset: its path without .bin and .idx, and what it was made of."""
 
+    prefix: str
     source: str
-    files: int
+    documents: int
     tokens: int
-    newest: float
 
 
 def standard_library_files(root: Path) -> list[Path]:
@@ -77,6 +80,10 @@ def write_dataset(documents: Iterable[bytes], prefix: Path) -> tuple[int, int]:
 
     The files appear under their names only when they are complete.
     """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # megatron-core names each optional package that is not there
+        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
     prefix.parent.mkdir(parents=True, exist_ok=True)
     partial = prefix.with_name(f"{prefix.name}.partial-{os.getpid()}")
     builder = IndexedDatasetBuilder(f"{partial}.bin", dtype=np.uint16)
@@ -92,27 +99,34 @@ def write_dataset(documents: Iterable[bytes], prefix: Path) -> tuple[int, int]:
     return count, tokens
 
 
-def prepare(source: Path | None, prefix: Path) -> Corpus:
-    """Make the dataset `prefix` of `source` (None: the standard library) unless it is there already.
+def fingerprint(root: Path, files: Iterable[Path]) -> str:
+    """Eight hexadecimal digits of the files' names below `root`, their sizes and modification times."""
+    digest = hashlib.sha256(str(root.resolve()).encode())
+    for path in files:
+        status = path.stat()
+        digest.update(f"{path.relative_to(root)}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+    return digest.hexdigest()[:8]
+
+
+def prepare(source: Path | None, folder: Path) -> Corpus:
+    """Make the dataset of `source` (None: the standard library) in `folder` unless it is there already.
 
     Raises:
         ValueError: `source` does not exist or holds no text; the message names it.
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if source is None else source
     files = standard_library_files(root) if source is None else text_files(root)
-    newest = max((path.stat().st_mtime for path in files), default=0.0)
+    name = "stdlib" if source is None else re.sub(r"[^A-Za-z0-9_-]+", "_", source.stem) or "text"
+    prefix = folder / f"{name}-{fingerprint(root, files)}"
     description = prefix.with_name(prefix.name + ".json")
-    complete = all(Path(f"{prefix}{suffix}").exists() for suffix in (".bin", ".idx")) and description.exists()
-    if complete:
-        known = Corpus(**json.loads(description.read_text()))
-        if (known.source, known.newest) == (str(root.resolve()), newest):
-            return known
+    if description.exists():
+        return Corpus(**json.loads(description.read_text()))
     documents, tokens = write_dataset(read_documents(files), prefix)
     if documents == 0:
         for suffix in (".bin", ".idx"):
             Path(f"{prefix}{suffix}").unlink()
-        raise ValueError(f"DATA={root}: none of its {len(files)} files is UTF-8 text")
-    corpus = Corpus(str(root.resolve()), documents, tokens, newest)
+        raise ValueError(f"DATA={root}: none of its {len(files)} files holds UTF-8 text")
+    corpus = Corpus(str(prefix), str(root.resolve()), documents, tokens)
     description.write_text(json.dumps(asdict(corpus)) + "\n")
     return corpus
 
@@ -120,14 +134,14 @@ def prepare(source: Path | None, prefix: Path) -> Corpus:
 def main() -> None:
     """Command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="path of the dataset without .bin and .idx")
+    parser.add_argument("--output", type=Path, default=Path("data"), help="folder of the datasets (default: data)")
     parser.add_argument("--input", type=Path, help="a text file or a folder (default: the Python standard library)")
     options = parser.parse_args()
     try:
         corpus = prepare(options.input, options.output)
     except ValueError as error:
         raise SystemExit(str(error)) from None
-    print(f"{options.output}: {corpus.tokens:,} tokens in {corpus.files:,} documents of {corpus.source}")
+    print(f"{corpus.prefix}: {corpus.tokens:,} tokens in {corpus.documents:,} documents of {corpus.source}")
 
 
 if __name__ == "__main__":
