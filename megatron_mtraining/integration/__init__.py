@@ -1,7 +1,7 @@
 """The plugin for Megatron-LM: the only part of the package that imports ``megatron``.
 
-``python -m megatron_mtraining.launch`` needs nothing from here. A script of one's own calls :func:`set_up` before it builds
-its models, and slices its batches with :func:`deal_batch`.
+``python -m megatron_mtraining.launch`` needs nothing from here. A script of one's own calls :func:`set_up` before it
+builds its models, and slices its batches with :func:`deal_batch`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,26 @@ from typing import Any
 
 from .errors import RefusedError
 from .hooks import install, set_up, tear_down, uninstall
+
+__all__ = [
+    "MTrainingCoreAttention",
+    "MTrainingSpecProvider",
+    "RefusedError",
+    "check_model",
+    "core_attention_spec",
+    "create_ring_groups",
+    "deal_batch",
+    "deal_rotary",
+    "destroy_ring_groups",
+    "gpt_block_spec",
+    "gpt_layer_spec",
+    "hybrid_stack_spec",
+    "install",
+    "set_up",
+    "swap_core_attention",
+    "tear_down",
+    "uninstall",
+]
 
 _LAZY = {
     "MTrainingCoreAttention": "core_attention",
@@ -27,8 +47,6 @@ _LAZY = {
     "swap_core_attention": "spec_swap",
 }
 """Names whose modules import Megatron; loaded when first asked for."""
-
-__all__ = ["RefusedError", "install", "set_up", "tear_down", "uninstall", *_LAZY]
 
 
 def __getattr__(name: str) -> Any:

@@ -44,7 +44,8 @@ def plan_route(source: Layout, target: Layout, cp_rank: int) -> Route:
     mine = source.block_position[cp_rank].long()
     wanted = target.block_position[cp_rank].long()
     arrivals = [
-        blocks[new_owner[blocks] == cp_rank] for blocks in (source.block_position[rank].long() for rank in range(source.cp_size))
+        blocks[new_owner[blocks] == cp_rank]
+        for blocks in (source.block_position[rank].long() for rank in range(source.cp_size))
     ]
     arrived = torch.cat(arrivals)
     place = torch.empty(source.num_blocks, dtype=torch.int64)
@@ -60,9 +61,7 @@ def plan_route(source: Layout, target: Layout, cp_rank: int) -> Route:
 @lru_cache(maxsize=64)
 def _route_on_device(source: Layout, target: Layout, cp_rank: int, device: torch.device) -> Route:
     route = plan_route(source, target, cp_rank)
-    return Route(
-        route.send_order.to(device), route.send_counts, route.receive_order.to(device), route.receive_counts
-    )
+    return Route(route.send_order.to(device), route.send_counts, route.receive_order.to(device), route.receive_counts)
 
 
 def _exchange(x: Tensor, source: Layout, target: Layout, group: torch.distributed.ProcessGroup) -> Tensor:
@@ -103,7 +102,7 @@ def convert(x: Tensor, source: Layout, target: Layout, group: torch.distributed.
     Returns:
         This rank's part in ``target``, same shape and dtype.
     """
-    return _Convert.apply(x, source, target, group)  # type: ignore[no-any-return]
+    return _Convert.apply(x, source, target, group)
 
 
 def convert_qkv(

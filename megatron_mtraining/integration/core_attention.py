@@ -31,8 +31,9 @@ from .static_inference import dense_inference_attention
 class MTrainingCoreAttention(MegatronModule):
     """MTraining attention behind Megatron's core attention contract.
 
-    It has no parameters and no extra state, so checkpoints of dense models load into it and the other way round. The number
-    of heads is read from the tensors (key and value heads come unexpanded), the process groups from Megatron at each call.
+    It has no parameters and no extra state, so checkpoints of dense models load into it and the other way round. The
+    number of heads is read from the tensors (key and value heads come unexpanded), the process groups from Megatron
+    at each call.
 
     Args:
         config: the model's config; checked against :data:`.refusals.REFUSALS`.
@@ -52,7 +53,7 @@ class MTrainingCoreAttention(MegatronModule):
         RefusedError: for what is not supported; names the option and its value.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - Megatron's contract
         self,
         config: TransformerConfig,
         layer_number: int,
@@ -122,11 +123,17 @@ class MTrainingCoreAttention(MegatronModule):
         cp_group = self._cp_group()
         if not self.training and (InferenceMode.is_active() or query.shape[0] != key.shape[0]):
             if cp_group is not None:
-                raise RefusedError(f"--context-parallel-size {cp_group.size()}: inference is supported on one rank only")
+                raise RefusedError(
+                    f"--context-parallel-size {cp_group.size()}: inference is supported on one rank only"
+                )
             return dense_inference_attention(query, key, value, self.softmax_scale)
         if query.shape[0] != key.shape[0]:
-            raise RefusedError(f"{query.shape[0]} queries, {key.shape[0]} keys: MTraining attention is for self-attention")
-        _check_mask_type(self.attn_mask_type if attn_mask_type is None else attn_mask_type, packed_seq_params is not None)
+            raise RefusedError(
+                f"{query.shape[0]} queries, {key.shape[0]} keys: MTraining attention is for self-attention"
+            )
+        _check_mask_type(
+            self.attn_mask_type if attn_mask_type is None else attn_mask_type, packed_seq_params is not None
+        )
         if packed_seq_params is not None:
             return self._packed(query, key, value, packed_seq_params, cp_group)
         if cp_group is None:
@@ -134,7 +141,9 @@ class MTrainingCoreAttention(MegatronModule):
             return self._attend(query, key, value, layout, None)
         return self._over_ranks(query, key, value, cp_group)
 
-    def _over_ranks(self, query: Tensor, key: Tensor, value: Tensor, cp_group: torch.distributed.ProcessGroup) -> Tensor:
+    def _over_ranks(
+        self, query: Tensor, key: Tensor, value: Tensor, cp_group: torch.distributed.ProcessGroup
+    ) -> Tensor:
         """The call on several ranks, with conversion of the layout where the model holds another."""
         state = runtime.current()
         seq_len = query.shape[0] * cp_group.size()
@@ -153,7 +162,7 @@ class MTrainingCoreAttention(MegatronModule):
         value: Tensor,
         layout: Layout,
         cp_group: torch.distributed.ProcessGroup | None,
-        **documents: Any,
+        documents: Documents | None = None,
     ) -> Tensor:
         """``[s, b, h, d]`` in, ``[s, b, h * d]`` out; the transposes are views."""
         recorder = runtime.recorder()
@@ -166,7 +175,7 @@ class MTrainingCoreAttention(MegatronModule):
             softmax_scale=self.softmax_scale,
             groups=ring_groups(cp_group),
             return_aux=True,
-            **documents,
+            documents=documents,
         )
         if recorder is not None and self.training:
             recorder.record(self.layer_number, aux.index, aux.layout, aux.inner_size)
@@ -193,8 +202,8 @@ class MTrainingCoreAttention(MegatronModule):
             packed.cu_seqlens_q.tolist(), query.shape[0], None if padded is None else padded.tolist()
         )
         layout = Layout.contiguous(query.shape[0], 1)
-        batched = [x.unsqueeze(1) if x.dim() == 3 else x for x in (query, key, value)]
-        out = self._attend(*batched, layout, None, documents=documents)
+        q, k, v = (x.unsqueeze(1) if x.dim() == 3 else x for x in (query, key, value))
+        out = self._attend(q, k, v, layout, None, documents)
         return out.squeeze(1) if query.dim() == 3 else out
 
     def _cp_group(self) -> torch.distributed.ProcessGroup | None:
@@ -206,15 +215,15 @@ class MTrainingCoreAttention(MegatronModule):
 
     @staticmethod
     def _check_dealt(state: runtime.Runtime, seq_len: int) -> None:
-        """Asserts that what was dealt natively has been dealt at this length: another slicer would give other positions."""
+        """Asserts that batch and rotary embedding were dealt natively at this length, not by another slicer."""
         if not state.deals_natively:
             return
         for what in state.expects:
             if seq_len not in state.dealt[what]:
                 raise RefusedError(
-                    f"the {what} of a sequence of {seq_len} tokens was not dealt in the layout of attention (lengths dealt: "
-                    f"{sorted(state.dealt[what])}): slice it with megatron_mtraining.integration.deal_{what}, or use "
-                    "--mtraining-layout-mode convert"
+                    f"the {what} of a sequence of {seq_len} tokens was not dealt in the layout of attention (lengths "
+                    f"dealt: {sorted(state.dealt[what])}): slice it with megatron_mtraining.integration.deal_{what}, "
+                    "or use --mtraining-layout-mode convert"
                 )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:

@@ -1,11 +1,12 @@
 """The process groups of the rings, made once at set-up by all ranks.
 
 Megatron's context-parallel group carries keys and values of a flat ring, and its hierarchical groups (if
-``--hierarchical-context-parallel-sizes`` is given) those of a hierarchical one. Everything else is made here, right after
+``--hierarchical-context-parallel-sizes`` is given) those of a hierarchical one. Everything else is made here, right
+after
 Megatron has made its own groups: made lazily inside attention, pipeline stages would wait for each other for ever.
 
-Communicators made per rank: flat ring 1 (dK and dV), hierarchical with Megatron's groups 2 (dK and dV, inner and outer),
-hierarchical without them 4.
+Communicators made per rank: flat ring 1 (dK and dV), hierarchical with Megatron's groups 2 (dK and dV, inner and
+    outer), hierarchical without them 4.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch.distributed as dist
@@ -57,7 +59,9 @@ def host_identity() -> str:
         return socket.gethostname()
 
 
-def plan_rings(ring: str, hosts: Sequence[str], hierarchical_sizes: Sequence[int] | None, across_hosts: bool) -> RingPlan:
+def plan_rings(
+    ring: str, hosts: Sequence[str], hierarchical_sizes: Sequence[int] | None, across_hosts: bool
+) -> RingPlan:
     """Decides how one context-parallel group forms rings.
 
     Args:
@@ -78,13 +82,15 @@ def plan_rings(ring: str, hosts: Sequence[str], hierarchical_sizes: Sequence[int
     if len(runs) == 1:
         if ring == "hierarchical":
             raise RefusedError(
-                f"{option_name('ring')} hierarchical: all {size} context-parallel ranks are on one host; use auto, flat, or "
-                "give --hierarchical-context-parallel-sizes"
+                f"{option_name('ring')} hierarchical: all {size} context-parallel ranks are on one host; use auto, flat, "
+                "or give --hierarchical-context-parallel-sizes"
             )
         return RingPlan(size, "all ranks are on one host")
     regular = len(set(runs)) == 1 and len(runs) == len(set(hosts))
     if not regular or runs[0] == 1:
-        reason = "one rank on each host" if regular else f"hosts hold {runs} adjacent ranks, which form no equal inner rings"
+        reason = (
+            "one rank on each host" if regular else f"hosts hold {runs} adjacent ranks, which form no equal inner rings"
+        )
         if ring == "hierarchical":
             raise RefusedError(f"{option_name('ring')} hierarchical: {reason}; use auto or flat")
         return RingPlan(size, reason)
@@ -95,13 +101,15 @@ def _plan_given(hosts: Sequence[str], sizes: Sequence[int], across_hosts: bool) 
     """The plan of Megatron's hierarchical sizes, level 0 (adjacent ranks) being the inner ring."""
     option = f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))}"
     if len(sizes) != 2 or sizes[0] * sizes[1] != len(hosts):
-        raise RefusedError(f"{option}: MTraining attention needs two sizes, inner and outer, whose product is {len(hosts)}")
+        raise RefusedError(
+            f"{option}: MTraining attention needs two sizes, inner and outer, whose product is {len(hosts)}"
+        )
     inner = sizes[0]
     crossing = any(len(set(hosts[first : first + inner])) > 1 for first in range(0, len(hosts), inner))
     if crossing and not across_hosts:
         raise RefusedError(
-            f"{option}: an inner ring of {inner} ranks would cross hosts; use inner rings within a host, or allow it with "
-            f"{option_name('inner_across_hosts')}"
+            f"{option}: an inner ring of {inner} ranks would cross hosts; use inner rings within a host, or allow it "
+            f"with {option_name('inner_across_hosts')}"
         )
     return RingPlan(inner if 1 < inner < len(hosts) else len(hosts), option)
 
@@ -109,7 +117,7 @@ def _plan_given(hosts: Sequence[str], sizes: Sequence[int], across_hosts: bool) 
 def _runs(hosts: Sequence[str]) -> list[int]:
     """Lengths of the runs of equal neighbours."""
     runs = [1]
-    for before, after in zip(hosts, hosts[1:], strict=False):
+    for before, after in pairwise(hosts):
         if before == after:
             runs[-1] += 1
         else:
@@ -123,7 +131,8 @@ def create_ring_groups(
     hierarchical: Sequence[dist.ProcessGroup] | None = None,
     across_hosts: bool = False,
 ) -> RingPlan:
-    """Makes the extra groups of every context-parallel group of the world. Collective: every rank of the world must call.
+    """Makes the extra groups of every context-parallel group of the world. Collective: every rank of the world must
+    call.
 
     Args:
         cp_group: this rank's context-parallel group.

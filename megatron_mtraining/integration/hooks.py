@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -69,7 +70,7 @@ def _wrap_add_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _add_backend_choice(parser: argparse.ArgumentParser) -> None:
-    """Makes ``--attention-backend`` take one word more. Megatron's enum stays as it is: checkpoints hold its members."""
+    """Makes ``--attention-backend`` take one word more. Megatron's enum stays: checkpoints hold its members."""
     from megatron.core.transformer.enums import AttnBackend
 
     action = next(action for action in parser._actions if action.dest == "attention_backend")
@@ -113,6 +114,7 @@ def accept(args: argparse.Namespace) -> None:
     from megatron.core.transformer.enums import AttnBackend
 
     if args.attention_backend != BACKEND:
+        tear_down()
         unused = changed_options(args)
         if unused:
             _report(args, f"{', '.join(unused)} has no effect without --attention-backend {BACKEND}")
@@ -173,17 +175,15 @@ def activate(args: argparse.Namespace) -> None:
     _report(args, f"layout {state.config.layout}, {state.layout_mode.mode}: {state.layout_mode.reason}")
 
 
-def set_up(
-    config: MTrainingConfig, model: Any, layout_mode: str = "auto", inner_across_hosts: bool = False
-) -> Runtime:
+def set_up(config: MTrainingConfig, model: Any, layout_mode: str = "auto", inner_across_hosts: bool = False) -> Runtime:
     """Puts the plugin to use in a script of one's own, without command-line options. Every rank must call it.
 
     Call it before the models are built; before or after Megatron's process groups are made.
 
     Args:
         config: the attention's config.
-        model: the ``TransformerConfig`` (or an argument namespace), checked for what is not supported and for other users
-            of Megatron's zigzag layout.
+        model: the ``TransformerConfig`` (or an argument namespace), checked for what is not supported and for other
+            users of Megatron's zigzag layout.
         layout_mode: ``auto``, ``native`` or ``convert``.
         inner_across_hosts: whether an inner ring may cross hosts.
 
@@ -227,5 +227,5 @@ def deactivate() -> None:
 
 def _report(args: argparse.Namespace, line: str) -> None:
     """One line of log, on rank 0."""
-    if getattr(args, "rank", 0) == 0:
+    if int(getattr(args, "rank", os.environ.get("RANK", 0))) == 0:
         print(f"> megatron_mtraining: {line}", flush=True)

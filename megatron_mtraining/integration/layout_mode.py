@@ -1,8 +1,8 @@
 """Native or converted: whether Megatron deals the sequence in the attention's layout or in its own.
 
 Megatron deals the sequence in zigzag. *Native*: the batch and the rotary embedding are dealt in the attention's layout
-instead, which costs nothing. *Convert*: they stay in zigzag, because something else in the model relies on it, and every
-attention call converts (one all-to-all for q, k and v together, one for the output).
+instead, which costs nothing. *Convert*: they stay in zigzag, because something else in the model relies on it, and
+every attention call converts (one all-to-all for q, k and v together, one for the output).
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ def choose_layout_mode(requested: str, args: Any, config: MTrainingConfig) -> La
     if requested == CONVERT:
         return LayoutMode(CONVERT, "asked for")
     if not users:
-        return LayoutMode(NATIVE, "asked for" if requested == NATIVE else "nothing else relies on Megatron's zigzag layout")
+        return LayoutMode(
+            NATIVE, "asked for" if requested == NATIVE else "nothing else relies on Megatron's zigzag layout"
+        )
     if requested == NATIVE:
         raise RefusedError(
             f"{option_name('layout_mode')} native: {users[0]} relies on Megatron's zigzag layout; use auto or convert"

@@ -74,11 +74,13 @@ def check_model(models: Iterable[torch.nn.Module]) -> AttentionCensus:
     census = count_attention(models)
     found = len(census.swapped) + len(census.skipped)
     if census.cross:
-        raise RefusedError(f"cross attention is not supported with --attention-backend mtraining: {_list(census.cross)}")
+        raise RefusedError(
+            f"cross attention is not supported with --attention-backend mtraining: {_list(census.cross)}"
+        )
     if census.skipped:
         raise RefusedError(
-            f"only {len(census.swapped)} of {found} causal self-attention layers on this rank have MTraining attention; "
-            f"skipped: {_list(census.skipped)}"
+            f"only {len(census.swapped)} of {found} causal self-attention layers on this rank have MTraining "
+            f"attention; skipped: {_list(census.skipped)}"
         )
     if census.other and not census.swapped:
         raise RefusedError(f"no causal self-attention layer in the model; it has {_list(census.other)}")
@@ -92,7 +94,8 @@ def _note_expectations(models: list[torch.nn.Module]) -> None:
         for module in model.modules():
             if type(module).__name__ in VISION_MODELS and state.layout_mode.mode == NATIVE and state.deals_natively:
                 raise RefusedError(
-                    f"{type(module).__name__} slices its inputs in Megatron's zigzag layout; use --mtraining-layout-mode convert"
+                    f"{type(module).__name__} slices its inputs in Megatron's zigzag layout; "
+                    "use --mtraining-layout-mode convert"
                 )
             if getattr(module, "pre_process", False) and hasattr(module, "embedding"):
                 state.expects.add("batch")

@@ -36,7 +36,9 @@ def hook_models() -> list[Undo]:
 
     undo = [replace_method(model, "__init__", _swapping(model)) for model in SPEC_ARGUMENTS]
     undo.append(replace_method(Attention, "flash_decode_and_prefill", _refuse_dynamic_batching))
-    undo.append(rebind(training.__name__, "setup_model_and_optimizer", _checking(training.setup_model_and_optimizer)).undo)
+    undo.append(
+        rebind(training.__name__, "setup_model_and_optimizer", _checking(training.setup_model_and_optimizer)).undo
+    )
     return undo
 
 

@@ -38,8 +38,8 @@ def add_mtraining_arguments(parser: argparse.ArgumentParser) -> None:
         option_name("layout_mode"),
         choices=LAYOUT_MODES,
         default="auto",
-        help="native: batch and rotary embedding are dealt in the attention's layout; convert: they stay in Megatron's and "
-        "every attention call converts; auto: native unless another user of Megatron's layout is present",
+        help="native: batch and rotary embedding are dealt in the attention's layout; convert: they stay in Megatron's "
+        "and every attention call converts; auto: native unless another user of Megatron's layout is present",
     )
     group.add_argument(
         option_name("inner_across_hosts"),
@@ -75,7 +75,7 @@ def _or_none(kind: Callable[[str], Any]) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         return None if text.lower() == "none" else kind(text)
 
-    parse.__name__ = f"{kind.__name__} or none"  # type: ignore[attr-defined]
+    parse.__name__ = f"{kind.__name__} or none"
     return parse
 
 

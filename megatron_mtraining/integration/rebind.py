@@ -33,8 +33,8 @@ class Rebinding:
 def rebind(module_name: str, function_name: str, replacement: Any) -> Rebinding:
     """Puts ``replacement`` in the place of ``module_name.function_name`` in every loaded module that holds it.
 
-    Megatron and its scripts import functions by name, so the defining module alone is not enough; modules that are loaded
-    later find the replacement in the defining module.
+    Megatron and its scripts import functions by name, so the defining module alone is not enough; modules that are
+    loaded later find the replacement in the defining module.
 
     Raises:
         AttributeError: if the module has no such function.
@@ -58,7 +58,9 @@ def _holders(function: Any) -> list[tuple[ModuleType, str]]:
     ]
 
 
-def replace_method(owner: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+def replace_method(
+    owner: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[[], None]:
     """Puts ``wrap(method)`` in the place of a class's own method.
 
     Returns:

@@ -69,7 +69,9 @@ def _packed_over_cp(value: Any, owner: Any) -> bool:
 REFUSALS: tuple[Refusal, ...] = (
     Refusal("yaml_cfg", "--yaml-cfg", _given, "it replaces the parsed options", "command-line options"),
     Refusal("window_size", "--window-size", _given, "sliding windows are not built", "no --window-size"),
-    Refusal("softmax_type", "--softmax-type", _not("vanilla"), "attention sinks are not built", "--softmax-type vanilla"),
+    Refusal(
+        "softmax_type", "--softmax-type", _not("vanilla"), "attention sinks are not built", "--softmax-type vanilla"
+    ),
     Refusal(
         "attention_dropout", "--attention-dropout", _is_set, "attention dropout is not built", "--attention-dropout 0"
     ),
@@ -87,9 +89,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "it adds an attention bias",
         "rope, yarn, mrope, learned_absolute or none",
     ),
-    Refusal(
-        "qk_clip", "--qk-clip", _is_set, "the row maximum of the logits is not provided", "no --qk-clip"
-    ),
+    Refusal("qk_clip", "--qk-clip", _is_set, "the row maximum of the logits is not provided", "no --qk-clip"),
     Refusal(
         "log_max_attention_logit",
         "--log-max-attention-logit",
@@ -118,9 +118,15 @@ REFUSALS: tuple[Refusal, ...] = (
         "attention with its communication cannot be captured",
         "none, or --cuda-graph-modules without attn",
     ),
-    Refusal("enable_cuda_graph", "--enable-cuda-graph", _is_set, "attention cannot be captured", "no --enable-cuda-graph"),
     Refusal(
-        "external_cuda_graph", "--external-cuda-graph", _is_set, "attention cannot be captured", "no --external-cuda-graph"
+        "enable_cuda_graph", "--enable-cuda-graph", _is_set, "attention cannot be captured", "no --enable-cuda-graph"
+    ),
+    Refusal(
+        "external_cuda_graph",
+        "--external-cuda-graph",
+        _is_set,
+        "attention cannot be captured",
+        "no --external-cuda-graph",
     ),
     Refusal(
         "v_head_dim",

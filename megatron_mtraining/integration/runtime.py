@@ -12,6 +12,9 @@ from .errors import RefusedError
 from .layout_mode import CONVERT, NATIVE, LayoutMode
 
 
+UNDECIDED = LayoutMode(NATIVE, "not decided yet")
+
+
 @dataclass
 class Runtime:
     """The plugin's state while ``--attention-backend mtraining`` is in use.
@@ -26,7 +29,7 @@ class Runtime:
     """
 
     config: MTrainingConfig
-    layout_mode: LayoutMode = LayoutMode(NATIVE, "default")
+    layout_mode: LayoutMode = UNDECIDED
     inner_across_hosts: bool = False
     dealt: dict[str, set[int]] = field(default_factory=lambda: {"batch": set(), "rotary": set()})
     expects: set[str] = field(default_factory=set)

@@ -1,7 +1,7 @@
 """Dealing the batch and the rotary embedding to the context-parallel ranks in the attention's layout.
 
-Megatron slices both in zigzag, in functions that other modules import by name. Both are replaced together, by functions that
-read one :class:`Layout`: if only one were, positions would silently be wrong.
+Megatron slices both in zigzag, in functions that other modules import by name. Both are replaced together, by
+functions that read one :class:`Layout`: if only one were, positions would silently be wrong.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def deal_batch(
     if is_hybrid_cp or batch.get("cu_seqlens") is not None:
         raise RefusedError("cu_seqlens: packed sequences are not built over several context-parallel ranks")
     if batch.get("attention_mask") is not None:
-        raise RefusedError("attention_mask: a mask in the batch is not supported; use --no-create-attention-mask-in-dataloader")
+        raise RefusedError(
+            "attention_mask: a mask in the batch is not supported; use --no-create-attention-mask-in-dataloader"
+        )
     state = runtime.current()
     for key, value in batch.items():
         if key in METADATA_KEYS or value is None:

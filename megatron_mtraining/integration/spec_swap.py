@@ -16,11 +16,12 @@ CORE_ATTENTION = "core_attention"
 def swap_core_attention(spec: Any, core_attention: Any) -> tuple[Any, int]:
     """A copy of ``spec`` in which every causal self-attention has ``core_attention`` as its core.
 
-    The spec is walked through ``ModuleSpec``, ``functools.partial``, the dataclasses of submodules, lists and tuples. Nothing
+    The spec is walked through ``ModuleSpec``, ``functools.partial``, the dataclasses of submodules, lists and tuples.
+    Nothing
     of the given spec is changed: specs are often module-level objects that several models share.
 
-    A core attention that has submodules of its own (an indexer, say) belongs to another kind of attention and is left alone;
-    the check after building reports it.
+    A core attention that has submodules of its own (an indexer, say) belongs to another kind of attention and is left
+    alone; the check after building reports it.
 
     Args:
         spec: a module spec, or whatever a Megatron model takes as one.

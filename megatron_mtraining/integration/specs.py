@@ -58,7 +58,7 @@ def gpt_layer_spec(config: TransformerConfig, mtraining: MTrainingConfig | None 
 def gpt_block_spec(
     config: TransformerConfig, mtraining: MTrainingConfig | None = None, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """Megatron's GPT block spec for ``config`` (dense and MoE layers of this pipeline stage), with MTraining attention."""
+    """Megatron's GPT block spec for ``config`` (the layers of this pipeline stage), with MTraining attention."""
     spec = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=config.transformer_impl == "transformer_engine",
@@ -77,7 +77,9 @@ def hybrid_stack_spec(stack: ModuleSpec | None = None, mtraining: MTrainingConfi
         mtraining: the attention's config.
     """
     if stack is None:
-        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as stack
+        from megatron.core.models.hybrid import hybrid_layer_specs
+
+        stack = hybrid_layer_specs.hybrid_stack_spec
     return _swapped(stack, mtraining)
 
 
@@ -96,9 +98,7 @@ class MTrainingSpecProvider(BackendSpecProvider):
         mtraining: the attention's config; that of the plugin's set-up if left out.
     """
 
-    def __init__(
-        self, fallback: BackendSpecProvider | None = None, mtraining: MTrainingConfig | None = None
-    ) -> None:
+    def __init__(self, fallback: BackendSpecProvider | None = None, mtraining: MTrainingConfig | None = None) -> None:
         self.fallback = LocalSpecProvider() if fallback is None else fallback
         self.mtraining = mtraining
 
