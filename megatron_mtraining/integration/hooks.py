@@ -172,6 +172,10 @@ def activate(args: argparse.Namespace) -> None:
     state.layout_mode = choose_layout_mode(args.mtraining_layout_mode, args, state.config)
     check_sequence_length(args.seq_length, args, state.config, state.layout_mode)
     put_in_place()
+    if args.mtraining_metrics is not None:
+        from . import training_metrics
+
+        _active_hooks.append(training_metrics.install(args.mtraining_metrics))
     _report(args, f"layout {state.config.layout}, {state.layout_mode.mode}: {state.layout_mode.reason}")
 
 
