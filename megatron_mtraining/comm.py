@@ -25,7 +25,7 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class AllGather:
-    """The tensors of all ranks, stacked in rank order along a new first dimension."""
+    """The tensors of all ranks (at least one dimension), stacked in rank order along a new first dimension."""
 
     tensor: Tensor
 
@@ -53,7 +53,7 @@ def _perform(request: Collective, group: dist.ProcessGroup | None) -> Tensor:
         dist.all_reduce(tensor, dist.ReduceOp.SUM if request.op == "sum" else dist.ReduceOp.MAX, group)
         return tensor
     gathered = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
-    dist.all_gather_into_tensor(gathered.flatten(0, 1), tensor.flatten() if tensor.dim() == 0 else tensor, group)
+    dist.all_gather_into_tensor(gathered.flatten(0, 1), tensor, group)
     return gathered
 
 
