@@ -12,9 +12,6 @@ from .errors import RefusedError
 from .layout_mode import CONVERT, NATIVE, LayoutMode
 
 
-UNDECIDED = LayoutMode(NATIVE, "not decided yet")
-
-
 @dataclass
 class Runtime:
     """The plugin's state while ``--attention-backend mtraining`` is in use.
@@ -29,7 +26,7 @@ class Runtime:
     """
 
     config: MTrainingConfig
-    layout_mode: LayoutMode = UNDECIDED
+    layout_mode: LayoutMode
     inner_across_hosts: bool = False
     dealt: dict[str, set[int]] = field(default_factory=lambda: {"batch": set(), "rotary": set()})
     expects: set[str] = field(default_factory=set)
