@@ -146,7 +146,7 @@ def probe(options: TrainOptions, prefix: str) -> None:
         *train_options.model_arguments(options),
         *train_options.data_arguments(prefix),
         *("--micro-batch-size", "1", "--load", str(options.checkpoint), "--no-load-optim", "--no-load-rng"),
-        *("--lr", "1e-3", "--train-iters", "1", "--mtraining-probe", str(options.folder / "attention.npz")),
+        *("--skip-train", "--probe-output", str(options.folder / "attention.npz")),
     ]
     command = train_options.launch_command("examples/probe_attention.py", 1, arguments)
     log = options.folder / "probe.txt"
@@ -175,8 +175,10 @@ def main() -> None:
     started = time.monotonic()
     try:
         train(options, prefix)
-        print(f"trained in {time.monotonic() - started:.0f} s; looking at one head", flush=True)
-        probe(options, prefix)
+        print(f"trained in {time.monotonic() - started:.0f} s", flush=True)
+        if options.attention == "mtraining":
+            print("looking at one head of the trained model", flush=True)
+            probe(options, prefix)
     except KeyboardInterrupt:
         raise SystemExit(f"stopped; RESUME=1 NAME={options.name} goes on from the last checkpoint") from None
     plot_run.draw_run(options.folder)

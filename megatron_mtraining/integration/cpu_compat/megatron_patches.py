@@ -30,7 +30,8 @@ def apply() -> None:
     from megatron.core.tensor_parallel import random as rng
     from megatron.training import initialize, training
 
-    training.initialize_megatron = functools.partial(initialize.initialize_megatron, allow_no_cuda=True)
+    initialize.initialize_megatron = functools.partial(initialize.initialize_megatron, allow_no_cuda=True)
+    training.initialize_megatron = initialize.initialize_megatron
     # Both decide by the number of GPUs whether to set up model parallelism and its random states.
     for name in ("_initialize_distributed", "_set_random_seed"):
         setattr(initialize, name, _with_one_device(getattr(initialize, name)))
