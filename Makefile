@@ -1,0 +1,52 @@
+# make train      train a small GPT with Megatron and sparse attention on this machine (options below)
+# make test       the tests (minutes)          make test-full   the exhaustive matrix (hours)
+# make test-gpu   the tests that need a GPU    make check       ruff, mypy, docstrings, format
+# make clean      remove what make made, but data/ and runs/ (make clean-all: these too)
+#
+# Options of make train, each with a default: NAME=run folder under runs/, ATTENTION=mtraining|dense, SEQ=sequence length,
+# STEPS=training steps, NPROC=processes, INNER=ranks of a node, TOP_P=share of attention kept, DATA=your text (folder or
+# file), RESUME=1 to go on from the last checkpoint of NAME, EXTRA="more Megatron options".
+# Set-up: PYTHON=a Python 3.12, CUDA=AUTO|ON|OFF whether to build the CUDA library (AUTO: where there is a GPU and nvcc).
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+VENV := .venv
+BIN := $(VENV)/bin
+CUDA ?= AUTO
+PYTEST_ARGS ?=
+export PYTHON
+
+.PHONY: help setup train test test-full test-gpu check clean clean-all
+help:
+	@sed -n 's/^# \{0,1\}//p;/^SHELL/q' Makefile
+
+setup: $(VENV)/installed
+
+$(VENV)/installed: pyproject.toml constraints.txt tools/build_backend.py tools/setup_env.py
+	@python="$$(sh tools/find_python.sh)" && "$$python" tools/setup_env.py $(VENV) --cuda "$(CUDA)"
+
+train: $(VENV)/installed
+	@$(BIN)/python examples/train.py $(if $(NAME),--name "$(NAME)") $(if $(ATTENTION),--attention "$(ATTENTION)") \
+	    $(if $(SEQ),--seq "$(SEQ)") $(if $(STEPS),--steps "$(STEPS)") $(if $(NPROC),--nproc "$(NPROC)") \
+	    $(if $(INNER),--inner "$(INNER)") $(if $(TOP_P),--top-p "$(TOP_P)") $(if $(DATA),--data "$(DATA)") \
+	    $(if $(filter-out 0,$(RESUME)),--resume) $(if $(EXTRA),--extra "$(EXTRA)")
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest -m "not full and not gpu" $(PYTEST_ARGS)
+
+test-full: $(VENV)/installed
+	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+test-gpu: $(VENV)/installed
+	$(BIN)/python -m pytest -m "gpu" $(PYTEST_ARGS)
+
+check: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache *.egg-info
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+clean-all: clean
+	rm -rf data runs
