@@ -241,7 +241,7 @@ def put_in_place() -> None:
     from . import model_hooks, sharding
 
     deactivate()
-    if runtime.current().deals_natively:
+    if runtime.current().layout_mode.replaces_slicing:
         _active_hooks.extend(binding.undo for binding in sharding.deal_natively())
         _active_hooks.append(sharding.drop_cached_rotary)
     _active_hooks.extend(model_hooks.hook_models())

@@ -9,7 +9,7 @@ from megatron_mtraining.layout import Layout
 from megatron_mtraining.metrics import Recorder
 
 from .errors import RefusedError
-from .layout_mode import CONVERT, NATIVE, LayoutMode
+from .layout_mode import CONVERT, LayoutMode
 
 
 @dataclass
@@ -58,11 +58,6 @@ class Runtime:
             else:
                 self._layouts[key] = Layout.zigzag(seq_len, cp_size)
         return self._layouts[key]
-
-    @property
-    def deals_natively(self) -> bool:
-        """Whether batch and rotary embedding are dealt by the plugin, in a layout that is not Megatron's."""
-        return self.layout_mode.mode == NATIVE and self.config.layout != "zigzag"
 
 
 _current: Runtime | None = None

@@ -48,7 +48,8 @@ def _scores(
         start = int(starts[block])
         reach = ((position >= start) & (position <= block)).nonzero().flatten()
         rows = probe_q[:, tile].to(dtype).transpose(1, 2)
-        for local in reach.split(per_slab):
+        # split() of nothing gives one empty part.
+        for local in reach.split(per_slab) if reach.numel() else ():
             shape = (batch, heads, local.numel(), BLOCK, dim)
             left = rows[:, :, None].expand(shape).reshape(-1, BLOCK, dim)
             right = keys[:, :, None, local].expand(-1, -1, group, -1, -1, -1).reshape(-1, BLOCK, dim)
