@@ -65,6 +65,13 @@ def test_build_isolation_without_torch_says_what_to_do(monkeypatch: pytest.Monke
     assert "\n" not in str(raised.value)
 
 
+def test_an_editable_install_has_no_cmake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_backend, "find_nvcc", lambda: "/usr/local/cuda/bin/nvcc")
+    assert build_backend.get_requires_for_build_editable(None) == []
+    with pytest.raises(SystemExit, match="then run make cuda"):
+        build_backend.get_requires_for_build_editable({SETTING: "ON"})
+
+
 def test_a_wrong_choice_names_the_valid_ones() -> None:
     with pytest.raises(SystemExit, match="MTRAINING_CUDA=MAYBE: must be one of AUTO, ON, OFF"):
         build_backend.get_requires_for_build_wheel({SETTING: "maybe"})

@@ -47,7 +47,9 @@ def test_refused_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
-    with pytest.raises(RuntimeError, match=r"--mtraining-cpu is for machines without a GPU, and this one has 2 \(NVIDIA"):
+    with pytest.raises(
+        RuntimeError, match=r"--mtraining-cpu is for machines without a GPU, and this one has 2 \(NVIDIA"
+    ):
         cpu_compat.consume_option([OPTION])
     assert not cuda_stand_in.is_installed()
 
@@ -61,8 +63,10 @@ cpu_compat.activate()
 assert not torch.cuda.is_available()
 x = torch.ones(3, device="cuda", pin_memory=True)
 assert x.device.type == "cpu" and torch.zeros(1, device=torch.cuda.current_device()).device.type == "cpu"
-assert x.cuda(non_blocking=True) is x and x.to("cuda:0").device.type == "cpu" and x.to(torch.device("cuda"), torch.float64).dtype == torch.float64
-assert x.type() == "torch.cuda.FloatTensor" and x.bfloat16().type() == "torch.cuda.BFloat16Tensor" and x.type(torch.int64).dtype == torch.int64
+assert x.cuda(non_blocking=True) is x and x.to("cuda:0").device.type == "cpu"
+assert x.to(torch.device("cuda"), torch.float64).dtype == torch.float64
+assert x.type() == "torch.cuda.FloatTensor" and x.bfloat16().type() == "torch.cuda.BFloat16Tensor"
+assert x.type(torch.int64).dtype == torch.int64
 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 begin.record(); torch.randn(100, 100) @ torch.randn(100, 100); end.record(); end.synchronize()
 assert begin.elapsed_time(end) > 0

@@ -1,10 +1,11 @@
-"""Imports go downward only, Megatron is imported by the integration alone, and the package needs neither it nor CUDA."""
+"""Imports go downward only, Megatron is imported by the integration alone, the package needs neither it nor CUDA."""
 
 import ast
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from .conftest import ROOT, Runner
 
 PACKAGE = ROOT / "megatron_mtraining"

@@ -66,7 +66,7 @@ def test_bad_values_are_one_line_that_names_them(
     argv: list[str], gpus: int, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    argv = [f"{argv[0]}={argv[1]}"] + argv[2:] if argv[0] == "--steps" else argv
+    argv = [f"{argv[0]}={argv[1]}", *argv[2:]] if argv[0] == "--steps" else argv
     with pytest.raises(OptionError, match=message) as raised:
         parse_options(argv, gpus)
     assert "\n" not in str(raised.value)
