@@ -4,7 +4,7 @@
     python examples/prepare_text.py --output data --input my/folder  the text files below a folder, or one file
 
 There are two datasets, NAME-train and NAME-valid: one document of fifty is kept for validation, or, where there are
-less than fifty, the end of each. (Megatron's own --split divides by whole documents and never returns if a part has none.)
+less than fifty, the end of each. (Megatron's own --split divides by whole documents and hangs if a part has none.)
 
 The tokens are those of Megatron's `--tokenizer-type NullTokenizer --vocab-size 257`: the bytes 0-255, and 256 after
 each document. The dataset is named after its source and a digest of the files' names, sizes and times, so a second run
