@@ -1,7 +1,7 @@
 """Draw what training runs have written.
 
-    python examples/plot_run.py runs/mtraining                                   loss, density by layer, one head
-    python examples/plot_run.py runs/mtraining runs/dense --output compare.png   loss curves side by side
+python examples/plot_run.py runs/mtraining                                   loss, density by layer, one head
+python examples/plot_run.py runs/mtraining runs/dense --output compare.png   loss curves side by side
 """
 
 import argparse

@@ -49,9 +49,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[st
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(
-    "world", [pytest.param(2, marks=pytest.mark.full), 4, pytest.param(8, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 4, pytest.param(8, marks=pytest.mark.full)])
 def test_ranks(outcomes: dict[int, list[dict[str, str]]], world: int, name: str) -> None:
     for rank, outcome in enumerate(outcomes[world]):
         result = outcome.get(name, "did not end: it waited, or an earlier case failed")
