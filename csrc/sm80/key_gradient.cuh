@@ -196,7 +196,7 @@ key_gradient_kernel(const __grid_constant__ KeyGradParams p) {
     const int key_block = kColumns ? 0 : __ldg(p.mask.kv_blocks + place.chunk * p.shape.kv_blocks + place.kv_block);
     const int first_batch_head = place.batch * p.shape.heads + place.kv_head * work.group;
     const float scale_log2 = p.scale * device::kLog2e;
-    int position = 0;
+    int position = rows == 0 ? p.shape.q_blocks : 0;  // a tile without columns has no work
     while (const int count = KeyScan<Config::kWarps, kColumns>::fill(shared.list, p.shape, p.mask, first_batch_head,
                                                                     work.group, key_block, shared.column_block,
                                                                     position)) {

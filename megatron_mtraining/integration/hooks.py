@@ -195,6 +195,10 @@ def activate(args: argparse.Namespace, parsed: Parsed) -> None:
     check_sequence_length(args.seq_length, args, parsed.config, mode)
     runtime.use(Runtime(parsed.config, mode, args.mtraining_inner_across_hosts))
     put_in_place()
+    if args.mtraining_metrics is not None:
+        from . import training_metrics
+
+        _active_hooks.append(training_metrics.install(args.mtraining_metrics))
     _report(args, f"layout {parsed.config.layout}, {mode.mode}: {mode.reason}")
     if parsed.drops_mask:
         _report(args, "the data loader makes no attention mask (--no-create-attention-mask-in-dataloader)")
