@@ -33,8 +33,10 @@ def swap_core_attention(spec: Any, core_attention: Any) -> tuple[Any, int]:
 
     def swap_in(submodules: Any, params: dict[str, Any]) -> Any:
         nonlocal swaps
-        if _is_causal_self_attention(submodules, params) and not _same_module(submodules.core_attention,
-            core_attention): swaps += 1 submodules = dataclasses.replace(submodules, core_attention=core_attention)
+        is_ours = _same_module(getattr(submodules, CORE_ATTENTION, None), core_attention)
+        if _is_causal_self_attention(submodules, params) and not is_ours:
+            swaps += 1
+            submodules = dataclasses.replace(submodules, core_attention=core_attention)
         return submodules
 
     def walk(node: Any) -> Any:
