@@ -5,6 +5,7 @@ runs/NAME/metrics.jsonl, and draws the run. Options: see the Makefile or `python
 """
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -125,11 +126,11 @@ def train(options: TrainOptions, prefix: str) -> None:
     print(f"\n{train_options.printable(command, variables)}\n", flush=True)
     metrics = MetricsFile(options.folder / "metrics.jsonl")
     log = options.folder / "log.txt"
-    with tqdm(total=options.steps, unit="step", desc="starting Megatron", dynamic_ncols=True) as bar:
+    print("starting Megatron in every process", flush=True)
+    with tqdm(total=options.steps, unit="step", dynamic_ncols=True, disable=not sys.stderr.isatty()) as bar:
 
         def show() -> None:
             for line in metrics.new_lines():
-                bar.set_description(options.attention)
                 bar.write(describe(line))
                 bar.update(line["step"] - bar.n)
 
@@ -166,6 +167,7 @@ def summarise(options: TrainOptions) -> None:
 
 def main() -> None:
     """Parse, prepare, train, probe, draw."""
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # no CUDA toolkit is no news here
     try:
         options = train_options.parse_options(sys.argv[1:], torch.cuda.device_count())
         prefix = prepare_data(options)

@@ -216,7 +216,7 @@ class MTrainingCoreAttention(MegatronModule):
     @staticmethod
     def _check_dealt(state: runtime.Runtime, seq_len: int) -> None:
         """Asserts that batch and rotary embedding were dealt natively at this length, not by another slicer."""
-        if not state.deals_natively:
+        if not state.layout_mode.replaces_slicing:
             return
         for what in state.expects:
             if seq_len not in state.dealt[what]:

@@ -82,8 +82,8 @@ def plan_rings(
     if len(runs) == 1:
         if ring == "hierarchical":
             raise RefusedError(
-                f"{option_name('ring')} hierarchical: all {size} context-parallel ranks are on one host; use auto, flat, "
-                "or give --hierarchical-context-parallel-sizes"
+                f"{option_name('ring')} hierarchical: all {size} context-parallel ranks are on one host; use auto or "
+                "flat, or give --hierarchical-context-parallel-sizes"
             )
         return RingPlan(size, "all ranks are on one host")
     regular = len(set(runs)) == 1 and len(runs) == len(set(hosts))

@@ -10,6 +10,7 @@ import argparse
 import functools
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_mtraining.config import MTrainingConfig
@@ -23,9 +24,26 @@ from .refusals import refuse, refuse_environment
 from .runtime import Runtime
 from .versions import check_megatron_version
 
+
+@dataclass(frozen=True)
+class Parsed:
+    """What the command line says of the plugin. Megatron may parse it several times; the newest counts.
+
+    Attributes:
+        requested: whether ``--attention-backend mtraining`` is there.
+        config: the attention's config.
+        drops_mask: whether the data loader would have made an attention mask.
+    """
+
+    requested: bool
+    config: MTrainingConfig
+    drops_mask: bool = False
+
+
 _parser_hooks: list[Callable[[], None]] = []
 _active_hooks: list[Callable[[], None]] = []
-_parsed_config: MTrainingConfig | None = None
+_parsed: Parsed | None = None
+_validating = False
 
 
 def install() -> None:
@@ -52,6 +70,8 @@ def install() -> None:
 
 def uninstall() -> None:
     """Takes every hook out again and ends the use of the plugin in this process."""
+    global _parsed
+    _parsed = None
     tear_down()
     while _parser_hooks:
         _parser_hooks.pop()()
@@ -92,17 +112,10 @@ def _accept_after_parsing(parser: argparse.ArgumentParser) -> None:
 
     def parse_known_args(*args: Any, **kwargs: Any) -> Any:
         namespace, rest = original(*args, **kwargs)
-        _note_options(namespace)
         accept(namespace)
         return namespace, rest
 
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
-
-
-def _note_options(args: argparse.Namespace) -> None:
-    """Keeps the attention's options for a backend that is chosen only later, in a ``TransformerConfig``."""
-    global _parsed_config
-    _parsed_config = config_from_args(args)
 
 
 def accept(args: argparse.Namespace) -> None:
@@ -113,22 +126,18 @@ def accept(args: argparse.Namespace) -> None:
     """
     from megatron.core.transformer.enums import AttnBackend
 
+    global _parsed
+    config = config_from_args(args)
     if args.attention_backend != BACKEND:
-        tear_down()
-        unused = changed_options(args)
-        if unused:
-            _report(args, f"{', '.join(unused)} has no effect without --attention-backend {BACKEND}")
+        _parsed = Parsed(False, config)
         return
     refuse_environment()
     refuse(args)
-    config = config_from_args(args)
     if getattr(args, "deterministic_mode", False) and not config.deterministic:
         raise RefusedError("--no-mtraining-deterministic: conflicts with --deterministic-mode; drop one of them")
+    _parsed = Parsed(True, config, args.create_attention_mask_in_dataloader)
     args.attention_backend = AttnBackend.auto
-    if args.create_attention_mask_in_dataloader:
-        args.create_attention_mask_in_dataloader = False
-        _report(args, "set --no-create-attention-mask-in-dataloader: a mask of seq_length^2 entries is not needed")
-    runtime.use(Runtime(config, inner_across_hosts=args.mtraining_inner_across_hosts))
+    args.create_attention_mask_in_dataloader = False
 
 
 def _wrap_validate(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,16 +145,29 @@ def _wrap_validate(original: Callable[..., Any]) -> Callable[..., Any]:
     def validate_args(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
         if args.attention_backend == BACKEND:  # set after parsing
             accept(args)
-        validated = original(args, *rest, **kwargs)
-        if runtime.is_set_up():
-            activate(args if validated is None else validated)
+        global _validating
+        _validating = True
+        try:
+            validated = original(args, *rest, **kwargs)
+        finally:
+            _validating = False
+        args = args if validated is None else validated
+        if _parsed is not None and _parsed.requested:
+            activate(args, _parsed)
+        else:
+            tear_down()
+            unused = changed_options(args)
+            if unused:
+                _report(args, f"{', '.join(unused)} has no effect without --attention-backend {BACKEND}")
         return validated
 
     return validate_args
 
 
 def _wrap_post_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A config made in Python may name the plugin as well; Megatron itself would ignore the unknown word."""
+    """A config made in Python may name the plugin as well (Megatron itself would ignore the unknown word), and one that
+    is made from arguments which were parsed but never validated must not be without it.
+    """
 
     @functools.wraps(original)
     def __post_init__(self: Any) -> None:
@@ -155,24 +177,31 @@ def _wrap_post_init(original: Callable[..., Any]) -> Callable[..., Any]:
         if named:
             self.attention_backend = AttnBackend.auto
         original(self)
-        if named and not runtime.is_set_up():
-            set_up(_parsed_config or MTrainingConfig(), self)
+        requested = named or (_parsed is not None and _parsed.requested)
+        if requested and not _validating and not runtime.is_set_up():
+            set_up(MTrainingConfig() if _parsed is None else _parsed.config, self)
 
     return __post_init__
 
 
-def activate(args: argparse.Namespace) -> None:
+def activate(args: argparse.Namespace, parsed: Parsed) -> None:
     """Puts every hook of a run with MTraining attention in place, after Megatron has validated the arguments.
 
     Raises:
         RefusedError: for what only shows after validation; names the option, its value and the valid ones.
     """
-    state = runtime.current()
     refuse(args)
-    state.layout_mode = choose_layout_mode(args.mtraining_layout_mode, args, state.config)
-    check_sequence_length(args.seq_length, args, state.config, state.layout_mode)
+    mode = choose_layout_mode(args.mtraining_layout_mode, args, parsed.config)
+    check_sequence_length(args.seq_length, args, parsed.config, mode)
+    runtime.use(Runtime(parsed.config, mode, args.mtraining_inner_across_hosts))
     put_in_place()
-    _report(args, f"layout {state.config.layout}, {state.layout_mode.mode}: {state.layout_mode.reason}")
+    if args.mtraining_metrics is not None:
+        from . import training_metrics
+
+        _active_hooks.append(training_metrics.install(args.mtraining_metrics))
+    _report(args, f"layout {parsed.config.layout}, {mode.mode}: {mode.reason}")
+    if parsed.drops_mask:
+        _report(args, "the data loader makes no attention mask (--no-create-attention-mask-in-dataloader)")
 
 
 def set_up(config: MTrainingConfig, model: Any, layout_mode: str = "auto", inner_across_hosts: bool = False) -> Runtime:
@@ -212,7 +241,7 @@ def put_in_place() -> None:
     from . import model_hooks, sharding
 
     deactivate()
-    if runtime.current().deals_natively:
+    if runtime.current().layout_mode.replaces_slicing:
         _active_hooks.extend(binding.undo for binding in sharding.deal_natively())
         _active_hooks.append(sharding.drop_cached_rotary)
     _active_hooks.extend(model_hooks.hook_models())

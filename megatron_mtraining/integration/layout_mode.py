@@ -77,10 +77,12 @@ class LayoutMode:
     Attributes:
         mode: ``native`` or ``convert``.
         reason: one phrase for the log.
+        replaces_slicing: whether the plugin deals batch and rotary embedding in Megatron's place.
     """
 
     mode: str
     reason: str
+    replaces_slicing: bool = False
 
 
 def choose_layout_mode(requested: str, args: Any, config: MTrainingConfig) -> LayoutMode:
@@ -102,9 +104,8 @@ def choose_layout_mode(requested: str, args: Any, config: MTrainingConfig) -> La
     if requested == CONVERT:
         return LayoutMode(CONVERT, "asked for")
     if not users:
-        return LayoutMode(
-            NATIVE, "asked for" if requested == NATIVE else "nothing else relies on Megatron's zigzag layout"
-        )
+        reason = "asked for" if requested == NATIVE else "nothing else relies on Megatron's zigzag layout"
+        return LayoutMode(NATIVE, reason, replaces_slicing=True)
     if requested == NATIVE:
         raise RefusedError(
             f"{option_name('layout_mode')} native: {users[0]} relies on Megatron's zigzag layout; use auto or convert"

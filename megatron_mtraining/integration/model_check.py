@@ -13,7 +13,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from . import runtime
 from .core_attention import MTrainingCoreAttention
 from .errors import RefusedError
-from .layout_mode import NATIVE
 
 VISION_MODELS = frozenset({"LLaVAModel", "MimoModel"})
 """Models around a language model that slice its inputs in zigzag themselves."""
@@ -92,7 +91,7 @@ def _note_expectations(models: list[torch.nn.Module]) -> None:
     state = runtime.current()
     for model in models:
         for module in model.modules():
-            if type(module).__name__ in VISION_MODELS and state.layout_mode.mode == NATIVE and state.deals_natively:
+            if type(module).__name__ in VISION_MODELS and state.layout_mode.replaces_slicing:
                 raise RefusedError(
                     f"{type(module).__name__} slices its inputs in Megatron's zigzag layout; "
                     "use --mtraining-layout-mode convert"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -94,15 +94,19 @@ def hook_process_groups() -> list[Undo]:
         rebind(name, "destroy_model_parallel", _destroying(parallel_state.destroy_model_parallel)).undo,
     ]
     if parallel_state.model_parallel_is_initialized():
-        make_ring_groups()
+        make_ring_groups(parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False))
     return undo
 
 
 def _making(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
     def initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        make_ring_groups()
+        # Megatron does not forget hierarchical groups when it destroys them, so their existence alone says nothing.
+        given = signature.bind(*args, **kwargs).arguments.get("hierarchical_context_parallel_sizes")
+        make_ring_groups(parallel_state.get_hierarchical_context_parallel_groups() if given else None)
         return result
 
     return initialize_model_parallel
@@ -117,15 +121,19 @@ def _destroying(original: Callable[..., Any]) -> Callable[..., Any]:
     return destroy_model_parallel
 
 
-def make_ring_groups() -> None:
-    """Makes the rings of Megatron's context-parallel groups. Collective over the world."""
+def make_ring_groups(hierarchical: Sequence[torch.distributed.ProcessGroup] | None) -> None:
+    """Makes the rings of Megatron's context-parallel groups. Collective over the world.
+
+    Args:
+        hierarchical: Megatron's hierarchical context-parallel groups of this rank, inner first, if it made them.
+    """
     state = runtime.current()
     if parallel_state.get_context_parallel_world_size() == 1:
         return
     plan = groups.create_ring_groups(
         parallel_state.get_context_parallel_group(),
         state.config.ring,
-        parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False),
+        hierarchical,
         state.inner_across_hosts,
     )
     if torch.distributed.get_rank() == 0:

@@ -42,6 +42,13 @@ def add_mtraining_arguments(parser: argparse.ArgumentParser) -> None:
         "and every attention call converts; auto: native unless another user of Megatron's layout is present",
     )
     group.add_argument(
+        option_name("metrics"),
+        metavar="FILE",
+        default=None,
+        help="append a line of JSON per logging interval to FILE: loss, tokens/s, density, imbalance, index time "
+        "(default: no metrics)",
+    )
+    group.add_argument(
         option_name("inner_across_hosts"),
         action=argparse.BooleanOptionalAction,
         default=False,

@@ -48,11 +48,12 @@ def rebind(module_name: str, function_name: str, replacement: Any) -> Rebinding:
 
 
 def _holders(function: Any) -> list[tuple[ModuleType, str]]:
-    """The loaded modules (the running script included) with a global that is ``function``."""
+    """The loaded modules (the running script included, this package not) with a global that is ``function``."""
+    package = __name__.partition(".")[0]
     return [
         (module, name)
-        for module in list(sys.modules.values())
-        if isinstance(module, ModuleType)
+        for loaded_as, module in list(sys.modules.items())
+        if isinstance(module, ModuleType) and loaded_as.partition(".")[0] != package
         for name, value in list(vars(module).items())
         if value is function
     ]

@@ -9,10 +9,7 @@ from megatron_mtraining.layout import Layout
 from megatron_mtraining.metrics import Recorder
 
 from .errors import RefusedError
-from .layout_mode import CONVERT, NATIVE, LayoutMode
-
-
-UNDECIDED = LayoutMode(NATIVE, "not decided yet")
+from .layout_mode import CONVERT, LayoutMode
 
 
 @dataclass
@@ -29,7 +26,7 @@ class Runtime:
     """
 
     config: MTrainingConfig
-    layout_mode: LayoutMode = UNDECIDED
+    layout_mode: LayoutMode
     inner_across_hosts: bool = False
     dealt: dict[str, set[int]] = field(default_factory=lambda: {"batch": set(), "rotary": set()})
     expects: set[str] = field(default_factory=set)
@@ -61,11 +58,6 @@ class Runtime:
             else:
                 self._layouts[key] = Layout.zigzag(seq_len, cp_size)
         return self._layouts[key]
-
-    @property
-    def deals_natively(self) -> bool:
-        """Whether batch and rotary embedding are dealt by the plugin, in a layout that is not Megatron's."""
-        return self.layout_mode.mode == NATIVE and self.config.layout != "zigzag"
 
 
 _current: Runtime | None = None

@@ -26,6 +26,8 @@ import torch.distributed as dist
 
 from megatron_mtraining.metrics import Recorder
 
+from . import runtime
+
 LOSS = "lm loss"
 """The key of Megatron's language-model loss among the losses of a step."""
 
@@ -140,6 +142,7 @@ def install(path: str | Path) -> Callable[[], None]:
     """Starts recording, and writes a line whenever Megatron logs. Returns the function that takes the hook out again.
 
     Raises:
+        RefusedError: the plugin is not set up in this process.
         OSError: the file's folder cannot be made or the file cannot be written.
     """
     from megatron.core.num_microbatches_calculator import get_current_global_batch_size
@@ -151,6 +154,8 @@ def install(path: str | Path) -> Callable[[], None]:
     metrics = TrainingMetrics(path, Recorder())
     recording = ExitStack()
     recording.enter_context(metrics.recorder.active())
+    state = runtime.current()
+    state.recorder = metrics.recorder
     original_train, original_log = training.train, training.training_log
 
     @functools.wraps(original_train)
@@ -170,6 +175,7 @@ def install(path: str | Path) -> Callable[[], None]:
 
     def undo() -> None:
         training.train, training.training_log = original_train, original_log
+        state.recorder = None
         recording.close()
 
     training.train, training.training_log = train, training_log
