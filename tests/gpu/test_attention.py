@@ -1,4 +1,4 @@
-"""Attention kernels, forward and backward, against the fp64 oracle: at most twice the error of SDPA in the same type."""
+"""Attention kernels, forward and backward, against the fp64 oracle, at most twice the error of SDPA."""
 
 import pytest
 import torch

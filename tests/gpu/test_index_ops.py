@@ -183,7 +183,7 @@ def test_planted_columns_are_found_at_their_exact_positions() -> None:
     k[:, planted] = 4.0
     config = MTrainingConfig(top_p=0.9, vertical_top_p=0.5)
     with torch.autocast("cuda", torch.bfloat16):
-        index = estimate_virtual(q, k, layout=Layout.striped(seq_len, 4), config=config)
+        index = estimate_virtual(q, k, layout=Layout.striped(seq_len, 1), config=config)
     for head in range(2):
         assert index.column_bits()[0, head].nonzero().flatten().tolist() == planted
 

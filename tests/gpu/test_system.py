@@ -3,44 +3,77 @@
 import pytest
 import torch
 
-from megatron_mtraining import Layout, MTrainingConfig, mtraining_attention
+from megatron_mtraining import Documents, Layout, MTrainingConfig, mtraining_attention
+from megatron_mtraining.comm import VirtualExchange
+from megatron_mtraining.estimate import estimate_steps
 from megatron_mtraining.index import document_table
-from megatron_mtraining.ops import native
-from megatron_mtraining.testing import estimate_virtual, run_virtual
+from megatron_mtraining.ops import native, operators
+from megatron_mtraining.ring import RingCall
+from megatron_mtraining.testing import VirtualRing, lockstep
 from tests.gpu.helpers import Case, kernels, mixed_qkv, random_index
 
 pytestmark = pytest.mark.gpu
 
 
-def forward_backward(case: Case, kernel: str, leaves: list[torch.Tensor], dout: torch.Tensor) -> list[torch.Tensor]:
-    """Index estimation, ring forward and backward of all virtual ranks."""
-    config = MTrainingConfig(kernel=kernel, top_p=0.7, **case.config)  # type: ignore[arg-type]
-    layout = case.make_layout()
-    index = estimate_virtual(leaves[0], leaves[1], layout=layout, config=config)
-    out = run_virtual(*leaves, layout=layout, config=config, index=index)
-    return [out, *torch.autograd.grad(out, leaves, dout)]
+class Ranks:
+    """All ranks of a ring, with tensors that are already dealt out: what each rank does by itself."""
+
+    def __init__(self, case: Case, kernel: str) -> None:
+        self.case, self.layout = case, case.make_layout()
+        self.config = MTrainingConfig(kernel=kernel, top_p=0.7, **case.config)  # type: ignore[arg-type]
+        self.parts = [
+            [self.layout.shard(x, rank).contiguous().requires_grad_() for rank in range(case.cp_size)]
+            for x in mixed_qkv(case)
+        ]
+        self.grads = [torch.randn_like(x) for x in self.parts[0]]
+        self.ops = operators(kernel, self.parts[0][0])
+
+    def step(self) -> tuple[torch.Tensor, ...]:
+        """Index estimation, ring forward, ring backward."""
+        size, documents = self.case.cp_size, Documents.single(self.case.seq_len)
+        common = {"config": self.config, "layout": self.layout, "scale": 0.1, "ops": self.ops}
+        index = lockstep(
+            [
+                estimate_steps(
+                    self.parts[0][rank].detach(),
+                    self.parts[1][rank].detach(),
+                    documents=documents,
+                    cp_rank=rank,
+                    **common,
+                )
+                for rank in range(size)
+            ]
+        )[0]
+        mailbox: dict[object, object] = {}
+        calls = [
+            RingCall(index=index, cp_rank=rank, inner_size=size, exchange=VirtualExchange(mailbox, rank), **common)  # type: ignore[arg-type]
+            for rank in range(size)
+        ]
+        leaves = [x for part in self.parts for x in part]
+        out = VirtualRing.apply(calls, *leaves)[:size]
+        return torch.autograd.grad(out, leaves, self.grads)
 
 
 @pytest.mark.parametrize("kernel", kernels())
+@pytest.mark.parametrize("cp_size", [1, 2])
 @pytest.mark.parametrize("columns", [16384, 64])
-def test_no_host_synchronisation(kernel: str, columns: int) -> None:
-    case = Case(seq_len=2048, cp_size=2, config={"max_compact_columns": columns})
-    leaves = [x.detach().contiguous().requires_grad_() for x in mixed_qkv(case)]
-    dout = torch.randn_like(leaves[0])
-    forward_backward(case, kernel, leaves, dout)  # copies the tables to the device once
+def test_no_host_synchronisation(kernel: str, cp_size: int, columns: int) -> None:
+    """Around index estimation, ring forward and backward: no synchronisation and no copy to the host."""
+    ranks = Ranks(Case(seq_len=2048, cp_size=cp_size, config={"max_compact_columns": columns}), kernel)
+    ranks.step()  # copies the tables to the device once
     torch.cuda.synchronize()
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    ) as trace:
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as trace:
         torch.cuda.set_sync_debug_mode("error")
         try:
-            # The sharding of whole tensors is a test's own; here every rank's work is what counts.
-            forward_backward(case, kernel, leaves, dout)
+            ranks.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
     names = {event.name for event in trace.events()}
-    bad = {name for name in names if "Synchronize" in name or "DtoH" in name}
-    assert not bad - {"cudaDeviceSynchronize"}, bad  # the profiler itself ends with a device synchronisation
+    assert any("attention_forward" in name for name in names), "the profiler saw the kernels"
+    # The profiler itself ends with a synchronisation of the device.
+    bad = {n for n in names if "Synchronize" in n or "DtoH" in n} - {"cudaDeviceSynchronize"}
+    assert not bad, bad
 
 
 def test_opcheck() -> None:
@@ -104,17 +137,18 @@ def test_side_stream_and_graph(kernel: str) -> None:
     index = random_index(case)
     q, k, v = (x.contiguous() for x in mixed_qkv(case))
     config = MTrainingConfig(kernel=kernel)
+    layout = Layout.striped(case.seq_len, 1)  # one object: its tables are copied to the device once
     with torch.no_grad():
-        expected = mtraining_attention(q, k, v, index=index, config=config)
+        expected = mtraining_attention(q, k, v, index=index, config=config, layout=layout)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            again = mtraining_attention(q, k, v, index=index, config=config)
+            again = mtraining_attention(q, k, v, index=index, config=config, layout=layout)
         side.synchronize()
         assert torch.equal(expected, again)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = mtraining_attention(q, k, v, index=index, config=config)
+            captured = mtraining_attention(q, k, v, index=index, config=config, layout=layout)
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(expected, captured)
@@ -135,13 +169,13 @@ def test_operators_compile_without_graph_breaks() -> None:
 def test_missing_kernels_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:  # type: ignore[no-untyped-def]
     case = Case(seq_len=128)
     q, k, v = mixed_qkv(case)
-    with pytest.raises(RuntimeError, match="take bfloat16 and float16, not torch.float32"):
+    with pytest.raises(RuntimeError, match=r"take bfloat16 and float16, not torch\.float32"):
         mtraining_attention(q.float(), k.float(), v.float())
     with pytest.raises(RuntimeError, match="take head_dim 64 and 128, not 96"):
         mtraining_attention(q[..., :96], k[..., :96], v[..., :96])
     native.load.cache_clear()
     monkeypatch.setattr(native, "LIBRARY", tmp_path / "libnone.so")
-    with pytest.raises(RuntimeError, match="not built .*MTRAINING_CUDA=ON"):
+    with pytest.raises(RuntimeError, match=r"not built .*MTRAINING_CUDA=ON"):
         mtraining_attention(q, k, v)
     native.load.cache_clear()
 
