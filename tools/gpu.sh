@@ -5,7 +5,7 @@
 #   tools/gpu.sh [build|test|bench|sanitize ...]     default: test bench
 #
 # PYTHON names the interpreter, OUT the folder of the results (default: benchmarks/results), BENCH further options of
-# benchmarks.bench_ops.
+# benchmarks.bench_ops, CMAKE_ARGS further options of CMake.
 set -eu
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -16,7 +16,8 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 build() {
     executable=$($python -c 'import sys; print(sys.executable)')
     version=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
-    cmake -S csrc -B build/native -G Ninja -DPython_EXECUTABLE="$executable" -DMTRAINING_VERSION="$version"
+    # shellcheck disable=SC2086
+    cmake -S csrc -B build/native -G Ninja -DPython_EXECUTABLE="$executable" -DMTRAINING_VERSION="$version" ${CMAKE_ARGS:-}
     ninja -C build/native
     mkdir -p "$(dirname "$library")"
     cp build/native/libmegatron_mtraining_ops.so "$library"
