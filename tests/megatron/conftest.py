@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 
@@ -11,6 +12,7 @@ import torch
 pytest.importorskip("megatron.training", reason="needs megatron-core 0.19 or newer")
 
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_mtraining import MTrainingConfig
@@ -64,8 +66,9 @@ def one_rank(tmp_path_factory):
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """The one thing that a forward pass of a CPU model asks of CUDA: the device of the rotary embedding."""
+    """What a forward pass of a CPU model asks of CUDA: the device of the rotary embedding, and a random state."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext())
 
 
 def make_config(**changes):
