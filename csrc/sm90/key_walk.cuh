@@ -46,6 +46,8 @@ struct KeyParams {
 template <typename Plan>
 struct KeyShared {
     static constexpr int kKeyBlocks = Plan::kKeyBlocks;
+    static constexpr int kStages = Plan::kStages;
+    using Entry = TileEntry<kKeyBlocks>;
     alignas(1024) uint8_t k[kKeyBlocks][Plan::kTileBytes];
     alignas(1024) uint8_t v[kKeyBlocks][Plan::kTileBytes];
     alignas(1024) uint8_t q[Plan::kStages][Plan::kTileBytes];

@@ -49,6 +49,8 @@ struct TileEntry {
 template <typename Plan>
 struct RowShared {
     static constexpr int kRowBlocks = Plan::kRowBlocks;
+    static constexpr int kStages = Plan::kStages;
+    using Entry = TileEntry<kRowBlocks>;
     alignas(1024) uint8_t rows[kRowBlocks][Plan::kOperands][Plan::kTileBytes];
     alignas(1024) uint8_t k[Plan::kStages][Plan::kTileBytes];
     alignas(1024) uint8_t v[Plan::kStages][Plan::kTileBytes];
@@ -235,32 +237,49 @@ struct RowLoader {
 };
 
 // A consumer warpgroup's view of the ring.
-template <typename Plan>
-struct RowReader {
-    using Entry = TileEntry<Plan::kRowBlocks>;
+template <typename Shared>
+struct TileReader {
+    using Entry = typename Shared::Entry;
 
-    static constexpr int kNone = -1;
+    static constexpr int kNone = -1, kSkipped = -2;
 
-    RowShared<Plan>& shared;
+    Shared& shared;
     int warpgroup;
-    RingPosition<Plan::kStages> position;
+    RingPosition<Shared::kStages> position;
 
-    // The stage of the next tile this warpgroup needs; kNone at the end of the row tile.
-    __device__ __forceinline__ int next() {
+    // True if the stage that `next` would wait for is `held`: the loader cannot fill it before this warpgroup lets go.
+    __device__ __forceinline__ bool blocked_by(int held) const { return position.stage == held; }
+
+    // Looks at one stage: its number if this warpgroup needs the tile, kSkipped, or kNone at the end of the row tile.
+    __device__ __forceinline__ int look() {
+        const int s = position.stage;
+        mbarrier_wait(&shared.ring.full[s], position.parity);
+        position.advance();
+        if (columns(s) != 0) return s;
+        const bool end = shared.loaded[s].chunk == Entry::kEnd;
+        release(&shared.ring.empty[s]);
+        return end ? kNone : kSkipped;
+    }
+
+    // The stage of the next tile this warpgroup needs; kNone at the end of the row tile. Lets go of `held`, once the tensor
+    // cores are done with it, if it is in the way.
+    __device__ __forceinline__ int next(int& held) {
         while (true) {
-            const int s = position.stage;
-            mbarrier_wait(&shared.ring.full[s], position.parity);
-            position.advance();
-            if (columns(s) != 0) return s;
-            const bool end = shared.loaded[s].chunk == Entry::kEnd;
-            release(&shared.ring.empty[s]);
-            if (end) return kNone;
+            if (blocked_by(held)) {
+                wgmma_wait<0>();
+                done(held);
+                held = kNone;
+            }
+            const int stage = look();
+            if (stage != kSkipped) return stage;
         }
     }
 
     __device__ __forceinline__ uint64_t columns(int stage) const { return shared.loaded[stage].columns[warpgroup]; }
     __device__ __forceinline__ bool diagonal(int stage) const { return shared.loaded[stage].diagonal >> warpgroup & 1; }
-    __device__ __forceinline__ void done(int stage) { release(&shared.ring.empty[stage]); }
+    __device__ __forceinline__ void done(int stage) {
+        if (stage != kNone) release(&shared.ring.empty[stage]);
+    }
 };
 
 }  // namespace mtraining::sm90

@@ -21,21 +21,23 @@ namespace mtraining::sm90 {
 constexpr int kPanel = 64;             // elements a row of a panel
 constexpr uint32_t kAtomBytes = 1024;  // 8 rows of a panel
 
-__device__ __forceinline__ uint64_t descriptor(uint32_t address, uint32_t leading_bytes) {
-    return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | static_cast<uint64_t>(leading_bytes >> 4) << 16 |
-           static_cast<uint64_t>(kAtomBytes >> 4) << 32 | uint64_t{1} << 62;
+// Only the low word of a descriptor differs between the steps of a tile, by a constant.
+__device__ __forceinline__ uint64_t descriptor(uint32_t address, uint32_t leading_bytes, uint32_t offset) {
+    const uint32_t low = ((address >> 4) | (leading_bytes >> 4) << 16) + (offset >> 4);
+    constexpr uint32_t kHigh = (kAtomBytes >> 4) | 1u << 30;  // distance of atoms; 128-byte swizzle
+    return static_cast<uint64_t>(kHigh) << 32 | low;
 }
 
 // Step `k` (16 elements of the reduced dimension, which is the contiguous one) of a tile of `kRows` rows.
 template <int kRows>
 __device__ __forceinline__ uint64_t k_major(uint32_t tile, int k) {
-    return descriptor(tile + (k / 4) * (kRows * 128) + (k % 4) * 32, 16);
+    return descriptor(tile, 16, (k / 4) * (kRows * 128) + (k % 4) * 32);
 }
 
 // Step `k` (16 rows) of a tile of `kRows` rows whose rows are the reduced dimension.
 template <int kRows>
 __device__ __forceinline__ uint64_t mn_major(uint32_t tile, int k) {
-    return descriptor(tile + k * (2 * kAtomBytes), kRows * 128);
+    return descriptor(tile, kRows * 128, k * (2 * kAtomBytes));
 }
 
 // --- ordering ---------------------------------------------------------------------------------------------------------

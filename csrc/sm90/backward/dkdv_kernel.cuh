@@ -13,28 +13,14 @@ namespace mtraining::sm90 {
 template <typename T, typename Plan>
 struct DkdvConsumer {
     static constexpr int kHeadDim = Plan::kHeadDim;
-    static constexpr int kNone = -1;
-    using Entry = TileEntry<Plan::kKeyBlocks>;
+    static constexpr int kNone = TileReader<KeyShared<Plan>>::kNone;
     using Gradient = float[kHeadDim / 2];
 
     const KeyParams& params;
     KeyShared<Plan>& shared;
-    int warpgroup, thread;  // thread of the warpgroup
-    RingPosition<Plan::kStages> position;
+    TileReader<KeyShared<Plan>> reader;
+    int thread;  // of the warpgroup
     float scale_log2;
-
-    // The stage of the next query block these keys meet; kNone at the end.
-    __device__ __forceinline__ int next() {
-        while (true) {
-            const int s = position.stage;
-            mbarrier_wait(&shared.ring.full[s], position.parity);
-            position.advance();
-            if (shared.loaded[s].columns[warpgroup] != 0) return s;
-            const bool end = shared.loaded[s].chunk == Entry::kEnd;
-            release(&shared.ring.empty[s]);
-            if (end) return kNone;
-        }
-    }
 
     // Transposed scores to P^T in place.
     __device__ __forceinline__ void weigh(float (&scores)[32], int stage) {
@@ -48,9 +34,8 @@ struct DkdvConsumer {
                 scores[4 * j + i] = exp2_approx(fmaf(scores[4 * j + i], scale_log2, -lse2[i % 2]));
             }
         }
-        const Entry& entry = shared.loaded[stage];
-        const uint64_t keys = entry.columns[warpgroup];
-        if (entry.diagonal >> warpgroup & 1) mask_diagonal_transposed(scores, thread, 0.0f);
+        const uint64_t keys = reader.columns(stage);
+        if (reader.diagonal(stage)) mask_diagonal_transposed(scores, thread, 0.0f);
         if (keys != kAllColumns) mask_rows(scores, thread, keys, 0.0f);
     }
 
@@ -67,8 +52,9 @@ struct DkdvConsumer {
 
     // dk lacks the factor `scale`.
     __device__ __forceinline__ void walk(Gradient& dk, Gradient& dv) {
-        const uint32_t k = smem_address(shared.k[warpgroup]), v = smem_address(shared.v[warpgroup]);
-        int now = next();
+        const uint32_t k = smem_address(shared.k[reader.warpgroup]), v = smem_address(shared.v[reader.warpgroup]);
+        int held = kNone;
+        int now = reader.next(held);
         while (now != kNone) {
             const uint32_t q = smem_address(shared.q[now]), dout = smem_address(shared.dout[now]);
             float scores[32], dp[32];
@@ -95,11 +81,13 @@ struct DkdvConsumer {
             multiply_nn<T, kHeadDim>(dv, operand_p, dout);
             multiply_nn<T, kHeadDim>(dk, operand_ds, q);
             wgmma_commit();
-            const int following = next();
+            held = now;
+            const int following = reader.next(held);
             wgmma_wait<0>();  // the tensor cores work in order: waiting here delays nothing and frees the operands
             pin(dk);
             pin(dv);
-            release(&shared.ring.empty[now]);
+            reader.done(held);
+            held = kNone;
             now = following;
         }
     }
@@ -108,7 +96,7 @@ struct DkdvConsumer {
                                           float factor) const {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int row = (tile.first + warpgroup) * kBlock + (thread / 32) * 16 + (thread % 32) / 4 + 8 * r;
+            const int row = (tile.first + reader.warpgroup) * kBlock + (thread / 32) * 16 + (thread % 32) / 4 + 8 * r;
             if (row >= params.key_rows) continue;
             float* to = view.data + tile.chunk * view.chunk_stride + tile.batch * view.batch_stride +
                         row * view.row_stride + tile.kv_head * view.head_stride + 2 * (thread % 4);
@@ -127,10 +115,10 @@ struct DkdvConsumer {
             Gradient dk, dv;
 #pragma unroll
             for (int i = 0; i < kHeadDim / 2; ++i) dk[i] = dv[i] = 0.0f;
-            mbarrier_wait(&shared.keys_full[warpgroup], parity);
+            mbarrier_wait(&shared.keys_full[reader.warpgroup], parity);
             parity ^= 1;
             walk(dk, dv);
-            release(&shared.keys_empty[warpgroup]);
+            release(&shared.keys_empty[reader.warpgroup]);
             const KeyTile tile = KeyTile::at<Plan::kKeyBlocks>(params.shape, t);
             store(tile, params.dv, dv, 1.0f);
             store(tile, params.dk, dk, params.scale);
@@ -151,7 +139,7 @@ __global__ __launch_bounds__(Plan::kThreads, 1) void dkdv_kernel(const __grid_co
         if (warp == 1) KeyScout<Plan>{params.shape, params.mask, shared}.run();
     } else {
         registers_acquire<Plan::kConsumerRegisters>();
-        DkdvConsumer<T, Plan>{params, shared, warp / 4 - 1, static_cast<int>(threadIdx.x) % 128}.run();
+        DkdvConsumer<T, Plan>{params, shared, {shared, warp / 4 - 1}, static_cast<int>(threadIdx.x) % 128}.run();
     }
 }
 

@@ -23,13 +23,13 @@ struct DqParams {
 template <typename T, typename Plan>
 struct DqConsumer {
     static constexpr int kHeadDim = Plan::kHeadDim;
-    static constexpr int kNone = RowReader<Plan>::kNone;
+    static constexpr int kNone = TileReader<RowShared<Plan>>::kNone;
     using Rows = uint32_t[kHeadDim / 4];
     using Gradient = float[kHeadDim / 2];
 
     const DqParams& params;
     RowShared<Plan>& shared;
-    RowReader<Plan> reader;
+    TileReader<RowShared<Plan>> reader;
     int thread;  // of the warpgroup
     float scale_log2;
     float lse2[2], delta[2];  // of this thread's rows
@@ -60,7 +60,8 @@ struct DqConsumer {
 
     // False if the rows met no tile. dq lacks the factor `scale`.
     __device__ __forceinline__ bool walk(const Rows& q, const Rows& dout, Gradient& dq) {
-        int now = reader.next();
+        int held = kNone;
+        int now = reader.next(held);
         if (now == kNone) return false;
         while (now != kNone) {
             float scores[32], dp[32];
@@ -84,10 +85,12 @@ struct DqConsumer {
             wgmma_fence();
             multiply_nn<T, kHeadDim>(dq, operand, smem_address(shared.k[now]));
             wgmma_commit();
-            const int following = reader.next();
+            held = now;
+            const int following = reader.next(held);
             wgmma_wait<0>();  // the tensor cores work in order: waiting here delays nothing and frees the operand
             pin(dq);
-            reader.done(now);
+            reader.done(held);
+            held = kNone;
             now = following;
         }
         return true;

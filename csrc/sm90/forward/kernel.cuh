@@ -12,7 +12,7 @@ namespace mtraining::sm90 {
 template <typename T, typename Plan>
 struct ForwardConsumer {
     static constexpr int kHeadDim = Plan::kHeadDim;
-    static constexpr int kNone = RowReader<Plan>::kNone;
+    static constexpr int kNone = TileReader<RowShared<Plan>>::kNone, kBlocked = kNone - 2;
     using Query = uint32_t[kHeadDim / 4];
     using Output = float[kHeadDim / 2];
 
@@ -24,11 +24,11 @@ struct ForwardConsumer {
 
     const AttentionForwardParams& params;
     RowShared<Plan>& shared;
-    RowReader<Plan> reader;
+    TileReader<RowShared<Plan>> reader;
     int thread;  // of the warpgroup
     OnlineSoftmax softmax;
-    int older, before;  // stages of tiles n-2 (or kNone) and n-1, to be released
-    int now;            // stage of tile n: its scores are being computed
+    // Stages of tiles n-2 (its output product runs), n-1 (its weights are made) and n (its scores are being computed), or kNone.
+    int older, before, now;
 
     __device__ __forceinline__ void start_scores(const Query& query, int stage, Buffers& to) {
         multiply_nt<T, kHeadDim>(to.scores, query, smem_address(shared.k[stage]));
@@ -50,6 +50,21 @@ struct ForwardConsumer {
         return rescale;
     }
 
+    // The stage of the next tile; kNone at the end of the rows. kBlocked: tile n is in the way of the loader, because so many
+    // tiles were skipped since; it must be worked off first.
+    __device__ __forceinline__ int next_tile() {
+        while (true) {
+            if (reader.blocked_by(before)) {
+                wgmma_wait<0>();
+                reader.done(before);
+                before = kNone;
+            }
+            if (reader.blocked_by(now)) return kBlocked;
+            const int stage = reader.look();
+            if (stage != reader.kSkipped) return stage;
+        }
+    }
+
     __device__ __forceinline__ void rescale_output(Output& output) {
         wgmma_wait<0>();
         pin(output);
@@ -57,81 +72,83 @@ struct ForwardConsumer {
         pin(output);
     }
 
-    // One tile; `next` was found to follow. `other` holds the weights of tile n-1 and gets the scores of tile n+1.
-    __device__ __forceinline__ void step(const Query& query, int next, Output& output, Buffers& mine,
-                                         Buffers& other) {
+    // Starts the output product of tile n-1 (weights in `from`), waits for the scores of tile n; returns what follows it.
+    __device__ __forceinline__ int begin_step(Output& output, Buffers& from) {
+        pin(from.weights);
+        pin(output);
+        wgmma_fence();
+        start_output(output, from, before);
+        wgmma_wait<1>();
+        reader.done(older);
+        return next_tile();
+    }
+
+    // Starts the scores of tile n+1 in `other` and weighs tile n in `mine`.
+    __device__ __forceinline__ void end_step(const Query& query, int next, Output& output, Buffers& mine, Buffers& other) {
         wgmma_fence();
         start_scores(query, next, other);
-        start_output(output, other, before);
-        wgmma_wait<2>();
-        if (older != kNone) reader.done(older);
         if (weigh(mine)) rescale_output(output);
         older = before;
         before = now;
         now = next;
     }
 
-    // The last tile of the rows.
-    __device__ __forceinline__ void finish(Output& output, Buffers& mine, Buffers& other) {
-        wgmma_fence();
-        start_output(output, other, before);
-        wgmma_wait<1>();
-        if (weigh(mine)) rescale_output(output);
+    // Works tile n off, the last of its run.
+    __device__ __forceinline__ void finish(Output& output, Buffers& mine) {
+        const bool rescale = weigh(mine);
+        wgmma_wait<0>();
+        pin(output);
+        if (rescale) softmax.rescale_output(output);
         pin(mine.weights);
+        pin(output);
         wgmma_fence();
         start_output(output, mine, now);
         wgmma_wait<0>();
         pin(output);
-        if (older != kNone) reader.done(older);
         reader.done(before);
         reader.done(now);
     }
 
-    __device__ __forceinline__ void single_tile(Output& output, Buffers& mine) {
-        wgmma_wait<0>();
-        weigh(mine);
-        pin(mine.weights);
-        pin(output);
-        wgmma_fence();
-        start_output(output, mine, now);
-        wgmma_wait<0>();
-        pin(output);
-        reader.done(now);
-    }
-
-    // One row tile: leaves the unnormalised output and the softmax state. False if the rows met no tile.
+    // One row tile: leaves the unnormalised output and the softmax state. False if the rows met no tile. Tiles come in runs:
+    // a run ends with the rows, or where the pipeline has to be emptied because so many tiles were skipped.
     __device__ __forceinline__ bool attend(const Query& query, Output& output) {
-        now = reader.next();
-        if (now == kNone) return false;
-        Buffers even, odd;
-        wgmma_fence();
-        start_scores(query, now, even);
-        int next = reader.next();
-        if (next == kNone) {
-            single_tile(output, even);
-            return true;
-        }
-        wgmma_fence();
-        start_scores(query, next, odd);
-        wgmma_wait<1>();
-        weigh(even);  // nothing to rescale yet
-        pin(output);
-        older = kNone;
-        before = now;
-        now = next;
+        bool any = false;
         while (true) {
-            next = reader.next();
-            if (next == kNone) {
-                finish(output, odd, even);
-                return true;
+            before = now = kNone;
+            now = next_tile();
+            if (now == kNone) return any;
+            any = true;
+            Buffers even, odd;
+            wgmma_fence();
+            start_scores(query, now, even);
+            int next = next_tile();
+            if (next < 0) {
+                wgmma_wait<0>();
+                finish(output, even);
+            } else {
+                wgmma_fence();
+                start_scores(query, next, odd);
+                wgmma_wait<1>();
+                if (weigh(even)) softmax.rescale_output(output);
+                older = kNone;
+                before = now;
+                now = next;
+                while (true) {
+                    next = begin_step(output, even);
+                    if (next < 0) {
+                        finish(output, odd);
+                        break;
+                    }
+                    end_step(query, next, output, odd, even);
+                    next = begin_step(output, odd);
+                    if (next < 0) {
+                        finish(output, even);
+                        break;
+                    }
+                    end_step(query, next, output, even, odd);
+                }
             }
-            step(query, next, output, odd, even);
-            next = reader.next();
-            if (next == kNone) {
-                finish(output, even, odd);
-                return true;
-            }
-            step(query, next, output, even, odd);
+            if (next == kNone) return true;
         }
     }
 
