@@ -28,6 +28,7 @@ import torch
 END_OF_DOCUMENT = 256
 VOCAB_SIZE = 257
 HELD_OUT = 50
+FORMAT = "train and valid"  # what a dataset consists of: part of its name's digest
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def write_dataset(documents: Iterable[bytes], prefix: Path) -> int:
 
 def fingerprint(root: Path, files: Iterable[Path]) -> str:
     """Eight hexadecimal digits of the files' names below `root`, their sizes and modification times."""
-    digest = hashlib.sha256(str(root.resolve()).encode())
+    digest = hashlib.sha256(f"{FORMAT}\0{root.resolve()}\0".encode())
     for path in files:
         status = path.stat()
         digest.update(f"{path.relative_to(root)}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
