@@ -30,10 +30,12 @@ BASE = (
 ROPE = "--position-embedding-type rope"
 ALL = "--mtraining-top-p 1 --mtraining-max-vertical none"
 SPARSE = f"{ROPE} --mtraining-top-p 0.9 --train-iters 2"
+FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 CP4 = "--context-parallel-size 4"
 CP2 = "--context-parallel-size 2"
 HIERARCHICAL = f"{CP4} --hierarchical-context-parallel-sizes 2 2"
 YARN = f"--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 256 {ALL}"
+HYBRID = f"{ROPE} {ALL} --hybrid-layer-pattern *-*- --spec user_specs hybrid_stack_spec"
 PER_TOKEN = f"{ROPE} {ALL} --calculate-per-token-loss"
 
 SCENARIOS = {
@@ -48,12 +50,14 @@ SCENARIOS = {
     "sparse_dp4": SPARSE,
     "sparse_cp4": f"{SPARSE} {CP4}",
     "sparse_hierarchical": f"{SPARSE} {HIERARCHICAL}",
-    "sparse_full_recompute": f"{SPARSE} {CP4} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "sparse_full_recompute": f"{SPARSE} {CP4} {FULL_RECOMPUTE}",
     "sparse_selective_recompute": f"{SPARSE} {CP4} --recompute-granularity selective",
     "sparse_evaluated": f"{SPARSE} {CP4} --eval-interval 1 --eval-iters 1",
     "mtp_dp4": f"{ROPE} {ALL} --mtp-num-layers 1",
     "mtp_cp4": f"{ROPE} {ALL} {CP4} --mtp-num-layers 1",
     "mtp_zigzag": f"{ROPE} {ALL} {CP4} --mtp-num-layers 1 --mtraining-layout zigzag",
+    "hybrid_dp4": HYBRID,
+    "hybrid_cp4": f"{HYBRID} {CP4}",
     "masked_dp4": PER_TOKEN,
     "masked_cp4": f"{PER_TOKEN} {CP4} --mtraining-layout contiguous",
 }
@@ -88,7 +92,7 @@ class Runs:
         return [torch.load(self.folder / f"{name}.{rank}.pt", weights_only=False) for rank in range(RANKS)]
 
     def gradients(self, name, step=0):
-        """Whole gradients by parameter: the shards of tensor parallelism joined, those of all pipeline stages together."""
+        """Whole gradients by parameter: the shards of tensor parallelism joined, all pipeline stages together."""
         shards = {}
         for run in self.ranks(name):
             tp_rank, gradients = run["gradients"][step]
@@ -112,8 +116,8 @@ def run_scenarios(scenarios, folder):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([root, *sys.path[1:]])}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", str(WORKER)]
     done = subprocess.run(
-        [*command, str(file), str(folder)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        timeout=1200, check=False,
+        [*command, str(file), str(folder)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, timeout=1200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:]
     (folder / "log").write_text(done.stdout)
@@ -211,6 +215,12 @@ def test_multi_token_prediction_converts_exactly(runs):
     assert_same_gradients(runs, "mtp_cp4", "mtp_zigzag")
     assert_same_losses(runs, "mtp_cp4", "mtp_zigzag")
     assert_same_losses(runs, "mtp_cp4", "mtp_dp4", bound=1e-3)
+
+
+def test_hybrid_models_from_a_users_spec(runs):
+    assert len(runs.ranks("hybrid_cp4")[0]["indices"]) == 4 * 2  # micro-batches, attention layers
+    assert_same_gradients(runs, "hybrid_cp4", "hybrid_dp4")
+    assert_same_losses(runs, "hybrid_cp4", "hybrid_dp4")
 
 
 def test_loss_per_token_over_ranks_with_unequal_numbers_of_tokens(runs):

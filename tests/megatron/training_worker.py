@@ -1,8 +1,8 @@
-"""Runs Megatron's training loop through the launcher, once per scenario, in one process per rank, and dumps what it did.
+"""Runs Megatron's training loop through the launcher, once per scenario, one process per rank, and dumps what it did.
 
-Started by torchrun with a file of scenarios and an output folder. A scenario is a list of command-line options; all of them
-run in the same processes, because importing Megatron takes most of the time. Weights are set from the parameters' global
-names, so that every split of the model over ranks starts from the same numbers.
+Started by torchrun with a file of scenarios and an output folder. A scenario is a list of command-line options; all of
+them run in the same processes, because importing Megatron takes most of the time. Weights are set from the parameters'
+global names, so that every split of the model over ranks starts from the same numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ import torch
 from megatron_mtraining import launch
 from megatron_mtraining.integration import cpu_compat
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "pretrain_gpt.py"
+SCRIPTS = {
+    "gpt": Path(__file__).parents[2] / "examples" / "pretrain_gpt.py",
+    "hybrid": Path(__file__).with_name("pretrain_hybrid.py"),
+}
 
 
 class Record:
@@ -69,7 +72,7 @@ def set_weights(models):
 
 
 def dump_gradients(models):
-    """The gradients that the optimizer is about to use, with the dimension that tensor parallelism splits (-1: none)."""
+    """The gradients that the optimizer is about to use, with the dimension that tensor parallelism splits (or -1)."""
     from megatron.core import parallel_state
 
     gradients = {}
@@ -161,9 +164,10 @@ def main(scenario_file, folder):
     watch()
     name = ""
     mask_losses(lambda: name.startswith("masked"))
-    for name, options in json.loads(Path(scenario_file).read_text()).items():  # noqa: B007 - the mask reads it
+    for name, options in json.loads(Path(scenario_file).read_text()).items():
         record = Record()
-        launch.main([str(SCRIPT), "--mtraining-cpu", *options])
+        script = SCRIPTS["hybrid" if name.startswith("hybrid") else "gpt"]
+        launch.main([str(script), "--mtraining-cpu", *options])
         torch.save(vars(record), Path(folder) / f"{name}.{torch.distributed.get_rank()}.pt")
         forget_megatron()
 

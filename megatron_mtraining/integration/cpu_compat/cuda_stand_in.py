@@ -116,9 +116,9 @@ def _replacements() -> dict[str, Any]:
         "IntTensor": torch.IntTensor,
         "LongTensor": torch.LongTensor,
         "ByteTensor": torch.ByteTensor,
-        **{name: _zero for name in memory_numbers},
-        **{name: _nothing for name in ("set_device", "set_stream", "synchronize", "empty_cache", "ipc_collect")},
-        **{name: _nothing for name in ("reset_peak_memory_stats", "reset_max_memory_allocated")},
+        **dict.fromkeys(memory_numbers, _zero),
+        **dict.fromkeys(("set_device", "set_stream", "synchronize", "empty_cache", "ipc_collect"), _nothing),
+        **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated"), _nothing),
     }
 
 
