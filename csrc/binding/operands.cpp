@@ -70,6 +70,12 @@ void Arguments::vectors(const Tensor& x, const char* name) const {
           " must have a contiguous last dimension and rows at multiples of 16 bytes");
 }
 
+void Arguments::row_stride(const Tensor& x, const char* name, int64_t stride) const {
+    constexpr int64_t kLargest = (int64_t{1} << 24) - 1;  // copies address the 64 rows of a tile by 32-bit offsets
+    check(x.numel() == 0 || (stride >= 0 && stride <= kLargest), op_, ": ", name, " has a row stride of ", stride,
+          ", must be from 0 to ", kLargest);
+}
+
 int32_t Arguments::int32(int64_t value, const char* name) const {
     check(value >= 0 && value <= INT32_MAX, op_, ": ", name, "=", value, " is out of range");
     return static_cast<int32_t>(value);

@@ -39,6 +39,7 @@ public:
     DType half(const Tensor& x, const char* name) const;
     // Last dimension contiguous, all other strides and the address multiples of 16 bytes.
     void vectors(const Tensor& x, const char* name) const;
+    void row_stride(const Tensor& x, const char* name, int64_t stride) const;
     int32_t int32(int64_t value, const char* name) const;
 
 private:
@@ -54,6 +55,7 @@ RowView<T> rows(const Arguments& arguments, const Tensor& x, const char* name, S
                 std::initializer_list<int64_t> sizes) {
     arguments.tensor(x, name, dtype, sizes);
     arguments.vectors(x, name);
+    arguments.row_stride(x, name, x.stride(1));
     return {static_cast<T*>(x.data_ptr()), x.stride(0), x.stride(1), x.stride(2)};
 }
 
@@ -61,9 +63,10 @@ RowView<T> rows(const Arguments& arguments, const Tensor& x, const char* name, S
 template <typename T>
 RowView<T> slots(const Arguments& arguments, const Tensor& x, const char* name, ScalarType dtype,
                  std::initializer_list<int64_t> sizes) {
-    RowView<T> view = rows<T>(arguments, x, name, dtype, sizes);
-    std::swap(view.row_stride, view.head_stride);
-    return view;
+    arguments.tensor(x, name, dtype, sizes);
+    arguments.vectors(x, name);
+    arguments.row_stride(x, name, x.stride(2));
+    return {static_cast<T*>(x.data_ptr()), x.stride(0), x.stride(2), x.stride(1)};
 }
 
 // [chunks, batch, rows, heads, head_dim]
@@ -72,6 +75,7 @@ ChunkView<T> chunks(const Arguments& arguments, const Tensor& x, const char* nam
                     std::initializer_list<int64_t> sizes) {
     arguments.tensor(x, name, dtype, sizes);
     arguments.vectors(x, name);
+    arguments.row_stride(x, name, x.stride(2));
     return {static_cast<T*>(x.data_ptr()), x.stride(0), x.stride(1), x.stride(2), x.stride(3)};
 }
 

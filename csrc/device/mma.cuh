@@ -13,8 +13,13 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// 16 bytes from global to shared memory; zeros if not `valid` (nothing is read then).
-__device__ __forceinline__ void copy_async(uint32_t shared, const void* global, bool valid = true) {
+// 16 bytes from global to shared memory.
+__device__ __forceinline__ void copy_async(uint32_t shared, const void* global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(shared), "l"(global) : "memory");
+}
+
+// The same; zeros if not `valid` (nothing is read then).
+__device__ __forceinline__ void copy_async(uint32_t shared, const void* global, bool valid) {
     const int bytes = valid ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }

@@ -32,24 +32,41 @@ struct Tile {
         return (address ^ static_cast<uint32_t>(k << 5)) + static_cast<uint32_t>(row * D * 2);
     }
 
-    // Starts copying 64 rows; rows whose bit of `rows` is clear become zeros and are not read.
+    // Starts copying 64 rows; rows whose bit of `rows` is clear become zeros and are not read. The tile must span less
+    // than 2^31 bytes (kLargestRowStride): with 32-bit offsets an address takes one instruction, of many.
     template <int kThreads, typename T>
     __device__ static __forceinline__ void copy(uint32_t base, const T* source, int64_t row_stride, uint64_t rows,
                                                 int thread) {
-        static_assert(kThreads % kChunks == 0);
-        constexpr int kStep = kThreads / kChunks;
+        static_assert(kThreads % kChunks == 0 && sizeof(T) == 2);
+        constexpr int kStep = kThreads / kChunks;  // rows copied at once
+        static_assert(kStep % 8 == 0 || kStep == 4);
         const int chunk = thread % kChunks;
         const int first = thread / kChunks;
-        const T* from = source + first * row_stride + chunk * 8;
+        const int stride = static_cast<int>(row_stride) * 2;
+        const char* from = reinterpret_cast<const char*>(source);
+        const uint32_t own = first * stride + chunk * 16;
+        // Rows that are kStep apart share their swizzle, or with kStep == 4 those that are 8 apart.
+        const uint32_t even = base + first * D * 2 + ((chunk ^ (first & 7)) << 4);
+        const uint32_t odd = even ^ (kStep == 4 ? 64 : 0);
+        if (rows == ~uint64_t{0}) {
 #pragma unroll
-        for (int step = 0; step < kBlock / kStep; ++step) {
-            const int row = first + step * kStep;
-            const bool valid = (rows >> row) & 1;
-            copy_async(base + offset(row, chunk), valid ? from : source, valid);
-            from += kStep * row_stride;
+            for (int step = 0; step < kBlock / kStep; ++step) {
+                const uint32_t to = (step % 2 ? odd : even) + step * kStep * D * 2;
+                copy_async(to, from + (own + static_cast<uint32_t>(step * kStep * stride)));
+            }
+        } else {
+#pragma unroll 4
+            for (int step = 0; step < kBlock / kStep; ++step) {
+                const uint32_t to = (step % 2 ? odd : even) + step * kStep * D * 2;
+                const bool valid = (rows >> (first + step * kStep)) & 1;
+                copy_async(to, from + (valid ? own + static_cast<uint32_t>(step * kStep * stride) : 0), valid);
+            }
         }
     }
 };
+
+// Largest row stride, in elements, that Tile::copy serves.
+constexpr int64_t kLargestRowStride = (int64_t{1} << 24) - 1;
 
 constexpr uint64_t kAllRows = ~uint64_t{0};
 

@@ -30,6 +30,7 @@ struct ForwardShared {
     alignas(256) unsigned char k[device::Tile<Config::D>::kBytes];
     alignas(256) unsigned char v[device::Tile<Config::D>::kBytes];
     WorkList<Config::kWarps> list;
+    TileSource<typename Config::T> k_source[2], v_source[2];  // [1]: columns
 };
 
 template <typename Config>
@@ -43,16 +44,14 @@ struct Forward {
 
     const AttentionForwardParams& p;
     Shared& shared;
-    const int batch, head, kv_head, q_block;
     const int lane, first_row;
 
     float out[kM][D / 8][4];
     float maximum[kM][2];  // of the unscaled scores
     float sum[kM][2];      // this thread's columns
 
-    __device__ Forward(const AttentionForwardParams& params, Shared& smem, int b, int h, int block)
-        : p(params), shared(smem), batch(b), head(h), kv_head(h / (params.shape.heads / params.shape.kv_heads)),
-          q_block(block), lane(threadIdx.x % 32), first_row((threadIdx.x / 32) * 16 * kM) {
+    __device__ Forward(const AttentionForwardParams& params, Shared& smem)
+        : p(params), shared(smem), lane(threadIdx.x % 32), first_row((threadIdx.x / 32) * 16 * kM) {
 #pragma unroll
         for (int m = 0; m < kM; ++m) {
             maximum[m][0] = maximum[m][1] = device::negative_infinity();
@@ -62,34 +61,28 @@ struct Forward {
         }
     }
 
-    __device__ __forceinline__ void copy_tile(unsigned char* to, const ChunkView<const void>& chunks,
-                                              const RowView<const void>& columns, int slot) {
-        const uint32_t code = shared.list.code[slot];
-        const int row = Item::index(code) * kBlock;
-        const T* source;
-        int64_t stride;
-        if (Item::columns(code)) {
-            source = static_cast<const T*>(columns.data) + batch * columns.batch_stride + head * columns.head_stride +
-                     row * columns.row_stride;
-            stride = columns.row_stride;
-        } else {
-            source = static_cast<const T*>(chunks.data) + Item::group(code) * chunks.chunk_stride +
-                     batch * chunks.batch_stride + kv_head * chunks.head_stride + row * chunks.row_stride;
-            stride = chunks.row_stride;
+    // Q on its way, and where the tiles are.
+    __device__ __forceinline__ void begin(const QueryPlace& place) {
+        TileSource<T> q;
+        q.set(p.q, place.batch, place.head);
+        q.template copy<D, kThreads>(shared.q, Item::encode(place.q_block, 0, false, false), device::kAllRows);
+        if (threadIdx.x == 0) {
+            const int kv_head = place.head / (p.shape.heads / p.shape.kv_heads);
+            shared.k_source[0].set(p.k, place.batch, kv_head);
+            shared.v_source[0].set(p.v, place.batch, kv_head);
+            shared.k_source[1].set(p.compact_k, place.batch, place.head);
+            shared.v_source[1].set(p.compact_v, place.batch, place.head);
         }
-        Tile::template copy<kThreads>(device::shared_address(to), source, stride, shared.list.mask[slot], threadIdx.x);
+    }
+
+    __device__ __forceinline__ void copy_tile(unsigned char* to, const TileSource<T> (&source)[2], int slot) {
+        const uint32_t code = shared.list.code[slot];
+        source[Item::columns(code)].template copy<D, kThreads>(to, code, shared.list.mask[slot]);
         device::copy_async_commit();
     }
 
-    __device__ __forceinline__ void copy_k(int slot) { copy_tile(shared.k, p.k, p.compact_k, slot); }
-    __device__ __forceinline__ void copy_v(int slot) { copy_tile(shared.v, p.v, p.compact_v, slot); }
-
-    __device__ __forceinline__ void copy_q() {
-        const T* source = static_cast<const T*>(p.q.data) + batch * p.q.batch_stride + head * p.q.head_stride +
-                          static_cast<int64_t>(q_block) * kBlock * p.q.row_stride;
-        Tile::template copy<kThreads>(device::shared_address(shared.q), source, p.q.row_stride, device::kAllRows,
-                                      threadIdx.x);
-    }
+    __device__ __forceinline__ void copy_k(int slot) { copy_tile(shared.k, shared.k_source, slot); }
+    __device__ __forceinline__ void copy_v(int slot) { copy_tile(shared.v, shared.v_source, slot); }
 
     // scores = Q K^T of this warp's rows
     __device__ __forceinline__ void score(float (&s)[kM][8][4]) {
@@ -132,8 +125,9 @@ struct Forward {
                 }
     }
 
-    // Turns scores into probabilities relative to the running maximum, and updates maximum, sum and out for it.
-    __device__ __forceinline__ void softmax(float (&s)[kM][8][4], float scale_log2) {
+    // Turns scores into probabilities relative to the running maximum, rounded to A operands at once: that halves the
+    // registers they take while the next K is copied. Updates maximum, sum and out.
+    __device__ __forceinline__ void softmax(float (&s)[kM][8][4], uint32_t (&probs)[kM][4][4], float scale_log2) {
         float grown[kM][2];
         bool rescale = false;
 #pragma unroll
@@ -173,61 +167,49 @@ struct Forward {
                     s[m][n][2 * r] = device::exp2_fast(fmaf(s[m][n][2 * r], scale_log2, -offset));
                     s[m][n][2 * r + 1] = device::exp2_fast(fmaf(s[m][n][2 * r + 1], scale_log2, -offset));
                     sum[m][r] += s[m][n][2 * r] + s[m][n][2 * r + 1];
+                    probs[m][n / 2][n % 2 * 2 + r] = device::pack<T>(s[m][n][2 * r], s[m][n][2 * r + 1]);
                 }
             }
     }
 
     // out += P V
-    __device__ __forceinline__ void accumulate(const float (&s)[kM][8][4]) {
+    __device__ __forceinline__ void accumulate(const uint32_t (&probs)[kM][4][4]) {
         const uint32_t v = Tile::lane_address(device::shared_address(shared.v), lane);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-            uint32_t a[kM][4];
-#pragma unroll
-            for (int m = 0; m < kM; ++m) {
-                a[m][0] = device::pack<T>(s[m][2 * k][0], s[m][2 * k][1]);
-                a[m][1] = device::pack<T>(s[m][2 * k][2], s[m][2 * k][3]);
-                a[m][2] = device::pack<T>(s[m][2 * k + 1][0], s[m][2 * k + 1][1]);
-                a[m][3] = device::pack<T>(s[m][2 * k + 1][2], s[m][2 * k + 1][3]);
-            }
 #pragma unroll
             for (int n = 0; n < D / 16; ++n) {
                 uint32_t b[4];
                 device::load_matrix_transposed(b, Tile::moved(v, 16 * k, n));
 #pragma unroll
                 for (int m = 0; m < kM; ++m) {
-                    device::mma<T>(out[m][2 * n], a[m], b[0], b[1]);
-                    device::mma<T>(out[m][2 * n + 1], a[m], b[2], b[3]);
+                    device::mma<T>(out[m][2 * n], probs[m][k], b[0], b[1]);
+                    device::mma<T>(out[m][2 * n + 1], probs[m][k], b[2], b[3]);
                 }
             }
         }
     }
 
-    // Two buffers, K and V: the next K is on its way during softmax and P V, the next V during Q K^T.
+    // One buffer for K, one for V: V is on its way during Q K^T and the softmax, the next K during P V.
     __device__ __forceinline__ void walk(int count, float scale_log2) {
         copy_k(0);
-        copy_v(0);
+        device::copy_async_wait<0>();
+        __syncthreads();
         for (int t = 0; t < count; ++t) {
+            copy_v(t);
+            uint32_t probs[kM][4][4];
             float s[kM][8][4];
-            device::copy_async_wait<1>();
-            __syncthreads();
             score(s);
-            __syncthreads();
-            const bool more = t + 1 < count;
-            if (more) copy_k(t + 1);
             const uint32_t code = shared.list.code[t];
             const uint64_t mask = shared.list.mask[t];
             if (Item::diagonal(code) || mask != device::kAllRows) apply_mask(s, Item::diagonal(code), mask);
-            softmax(s, scale_log2);
-            if (more) {
-                device::copy_async_wait<1>();
-            } else {
-                device::copy_async_wait<0>();
-            }
-            __syncthreads();
-            accumulate(s);
-            __syncthreads();
-            if (more) copy_v(t + 1);
+            softmax(s, probs, scale_log2);
+            device::copy_async_wait<0>();
+            __syncthreads();  // V has landed, and everyone is done with K
+            if (t + 1 < count) copy_k(t + 1);
+            accumulate(probs);
+            device::copy_async_wait<0>();
+            __syncthreads();  // the next K has landed, and everyone is done with V
         }
     }
 };
@@ -237,20 +219,19 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
 attention_forward_kernel(const __grid_constant__ AttentionForwardParams p) {
     extern __shared__ __align__(256) unsigned char dynamic_shared[];
     auto& shared = *reinterpret_cast<ForwardShared<Config>*>(dynamic_shared);
-    // Late query blocks have the most keys: they go first. Heads of one key/value head lie next to each other in time.
-    const int rows = p.shape.batch * p.shape.heads;
-    const int batch_head = blockIdx.x % rows;
-    const int q_block = p.shape.q_blocks - 1 - blockIdx.x / rows;
-    Forward<Config> work(p, shared, batch_head / p.shape.heads, batch_head % p.shape.heads, q_block);
+    const QueryPlace place(p.shape, blockIdx.x);
+    const int batch_head = place.batch * p.shape.heads + place.head, q_block = place.q_block;
+    Forward<Config> work(p, shared);
     const float scale_log2 = p.scale * device::kLog2e;
-    work.copy_q();
+    work.begin(place);
     int position = 0;
     while (const int count = QueryScan<Config::kWarps>::fill(shared.list, p.shape, p.mask, batch_head, q_block, position)) {
         work.walk(count, scale_log2);
     }
     device::copy_async_wait<0>();
-    store_rows<typename Config::T, Config::D, Config::kRowTiles>(p, batch_head, q_block, work.first_row, work.out,
-                                                                 work.maximum, work.sum);
+    const QueryPlace again(p.shape, device::block_index());
+    store_rows<typename Config::T, Config::D, Config::kRowTiles>(p, again, work.first_row, work.out, work.maximum,
+                                                                 work.sum);
 }
 
 template <typename T, int D>

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "device/mma.cuh"
-#include "mtraining/params.h"
+#include "sm80/work_list.cuh"
 
 namespace mtraining::sm80 {
 
@@ -30,11 +30,11 @@ struct Merge {
 // Writes the rows first_row + 16 m + lane / 4 + {0, 8} of the accumulators: to `final` once rounded, otherwise to
 // `partial`; always to lse. `maximum` is of the unscaled scores, `sum` the thread's share of the row sum.
 template <typename T, int D, int kM>
-__device__ __forceinline__ void store_rows(const AttentionForwardParams& p, int batch_head, int q_block, int first_row,
+__device__ __forceinline__ void store_rows(const AttentionForwardParams& p, const QueryPlace& place, int first_row,
                                            float (&out)[kM][D / 8][4], float (&maximum)[kM][2], float (&sum)[kM][2]) {
     const int lane = threadIdx.x % 32;
-    const int batch = batch_head / p.shape.heads;
-    const int head = batch_head % p.shape.heads;
+    const int batch = place.batch, head = place.head;
+    const int64_t batch_head = static_cast<int64_t>(batch) * p.shape.heads + head;
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -42,8 +42,8 @@ __device__ __forceinline__ void store_rows(const AttentionForwardParams& p, int 
             float total = sum[m][r];
             total += __shfl_xor_sync(0xffffffffu, total, 1);
             total += __shfl_xor_sync(0xffffffffu, total, 2);
-            const int64_t row = static_cast<int64_t>(q_block) * kBlock + first_row + 16 * m + lane / 4 + 8 * r;
-            float* lse = p.lse + static_cast<int64_t>(batch_head) * p.shape.q_blocks * kBlock + row;
+            const int64_t row = static_cast<int64_t>(place.q_block) * kBlock + first_row + 16 * m + lane / 4 + 8 * r;
+            float* lse = p.lse + batch_head * p.shape.q_blocks * kBlock + row;
             const float new_lse =
                 total > 0 ? fmaf(maximum[m][r], p.scale, logf(total)) : device::negative_infinity();
             const Merge merge(p.accumulate ? *lse : device::negative_infinity(), new_lse);

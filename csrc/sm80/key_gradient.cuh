@@ -21,19 +21,23 @@ struct KeyGradShared {
     Stage stages[2];
     WorkList<Config::kWarps> list;
     int32_t column_block[kBlock];
+    TileSource<typename Config::T> q_source, dout_source;
+    const float* lse;  // of the first head of the group
+    const float* delta;
 };
 
-// The key tile of a thread block. Early keys have the most queries: they go first.
+// The key tile of a thread block. One head after another, so that its queries stay in the L2 cache; within it early
+// keys first, as they have the most queries.
 struct KeyPlace {
     int kv_head, batch, chunk, kv_block;
 
     __device__ __forceinline__ KeyPlace(const Shape& shape, uint32_t index) {
-        kv_head = index % shape.kv_heads;
-        index /= shape.kv_heads;
-        batch = index % shape.batch;
-        index /= shape.batch;
         chunk = index % shape.chunks;
-        kv_block = index / shape.chunks;
+        index /= shape.chunks;
+        kv_block = index % shape.kv_blocks;
+        index /= shape.kv_blocks;
+        kv_head = index % shape.kv_heads;
+        batch = index / shape.kv_heads;
     }
 };
 
@@ -46,15 +50,12 @@ struct KeyGrad {
 
     const KeyGradParams& p;
     Shared& shared;
-    const int batch, kv_head, chunk, kv_block, group;
     const int lane, first_row;
 
     float dk[D / 8][4], dv[D / 8][4];
 
-    __device__ KeyGrad(const KeyGradParams& params, Shared& smem, const KeyPlace& place)
-        : p(params), shared(smem), batch(place.batch), kv_head(place.kv_head), chunk(place.chunk),
-          kv_block(place.kv_block), group(params.shape.heads / params.shape.kv_heads), lane(threadIdx.x % 32),
-          first_row((threadIdx.x / 32) * 16) {
+    __device__ KeyGrad(const KeyGradParams& params, Shared& smem)
+        : p(params), shared(smem), lane(threadIdx.x % 32), first_row((threadIdx.x / 32) * 16) {
 #pragma unroll
         for (int n = 0; n < D / 8; ++n) {
             dk[n][0] = dk[n][1] = dk[n][2] = dk[n][3] = 0;
@@ -62,17 +63,32 @@ struct KeyGrad {
         }
     }
 
-    __device__ __forceinline__ void copy_keys(unsigned char* to, const ChunkView<const void>& x, uint64_t rows) {
-        const T* source = static_cast<const T*>(x.data) + chunk * x.chunk_stride + batch * x.batch_stride +
-                          kv_head * x.head_stride + static_cast<int64_t>(kv_block) * kBlock * x.row_stride;
-        Tile::template copy<Config::kThreads>(device::shared_address(to), source, x.row_stride, rows, threadIdx.x);
+    // K and V on their way, and where the query tiles are. Returns the rows of the tile that hold a key.
+    __device__ __forceinline__ uint64_t begin(const KeyPlace& place) {
+        const uint64_t rows = kColumns ? load_columns(place) : device::kAllRows;
+        const uint32_t code = Item::encode(place.kv_block, place.chunk, false, false);
+        TileSource<T> source;
+        source.set(p.k, place.batch, place.kv_head);
+        source.template copy<D, Config::kThreads>(shared.k, code, rows);
+        source.set(p.v, place.batch, place.kv_head);
+        source.template copy<D, Config::kThreads>(shared.v, code, rows);
+        if (threadIdx.x == 0) {
+            const int head = place.kv_head * (p.shape.heads / p.shape.kv_heads);
+            const int64_t first =
+                (static_cast<int64_t>(place.batch) * p.shape.heads + head) * p.shape.q_blocks * kBlock;
+            shared.q_source.set(p.q, place.batch, head);
+            shared.dout_source.set(p.dout, place.batch, head);
+            shared.lse = p.lse + first;
+            shared.delta = p.delta + first;
+        }
+        return rows;
     }
 
     // The columns of this tile: their blocks into shared memory, and which slots hold one.
-    __device__ __forceinline__ uint64_t load_columns() {
+    __device__ __forceinline__ uint64_t load_columns(const KeyPlace& place) {
         if (threadIdx.x < kBlock) {
-            const int slot = kv_block * kBlock + threadIdx.x;
-            const int64_t list = (static_cast<int64_t>(batch) * p.shape.heads + kv_head) * p.shape.columns;
+            const int slot = place.kv_block * kBlock + threadIdx.x;
+            const int64_t list = (static_cast<int64_t>(place.batch) * p.shape.heads + place.kv_head) * p.shape.columns;
             const int column = slot < p.shape.columns ? __ldg(p.mask.column_list + list + slot) : -1;
             shared.column_block[threadIdx.x] = column >> 6;
         }
@@ -84,26 +100,17 @@ struct KeyGrad {
 
     __device__ __forceinline__ void copy_queries(int slot) {
         const uint32_t code = shared.list.code[slot];
-        const int head = kv_head * group + Item::group(code);
-        const int64_t row = static_cast<int64_t>(Item::index(code)) * kBlock;
         auto& stage = shared.stages[slot % 2];
-        copy_rows(stage.q, p.q, head, row);
-        copy_rows(stage.dout, p.dout, head, row);
-        const int64_t first = (static_cast<int64_t>(batch) * p.shape.heads + head) * p.shape.q_blocks * kBlock + row;
+        shared.q_source.template copy<D, Config::kThreads>(stage.q, code, device::kAllRows);
+        shared.dout_source.template copy<D, Config::kThreads>(stage.dout, code, device::kAllRows);
         if (threadIdx.x < 32) {  // 16 chunks of lse, 16 of delta
             const int i = 4 * (threadIdx.x % 16);
             const bool lse = threadIdx.x < 16;
+            const int64_t block = static_cast<int64_t>(Item::group(code)) * p.shape.q_blocks + Item::index(code);
             device::copy_async(device::shared_address((lse ? stage.lse : stage.delta) + i),
-                               (lse ? p.lse : p.delta) + first + i);
+                               (lse ? shared.lse : shared.delta) + block * kBlock + i);
         }
         device::copy_async_commit();
-    }
-
-    __device__ __forceinline__ void copy_rows(unsigned char* to, const RowView<const void>& x, int head, int64_t row) {
-        const T* source =
-            static_cast<const T*>(x.data) + batch * x.batch_stride + head * x.head_stride + row * x.row_stride;
-        Tile::template copy<Config::kThreads>(device::shared_address(to), source, x.row_stride, device::kAllRows,
-                                              threadIdx.x);
     }
 
     __device__ __forceinline__ void step(int slot, float scale_log2) {
@@ -188,17 +195,15 @@ key_gradient_kernel(const __grid_constant__ KeyGradParams p) {
     extern __shared__ __align__(256) unsigned char dynamic_shared[];
     auto& shared = *reinterpret_cast<KeyGradShared<Config>*>(dynamic_shared);
     const KeyPlace place(p.shape, blockIdx.x);
-    KeyGrad<Config, kColumns> work(p, shared, place);
-
-    const uint64_t rows = kColumns ? work.load_columns() : device::kAllRows;
-    work.copy_keys(shared.k, p.k, rows);
-    work.copy_keys(shared.v, p.v, rows);
+    KeyGrad<Config, kColumns> work(p, shared);
+    const uint64_t rows = work.begin(place);
     const int key_block = kColumns ? 0 : __ldg(p.mask.kv_blocks + place.chunk * p.shape.kv_blocks + place.kv_block);
-    const int first_batch_head = place.batch * p.shape.heads + place.kv_head * work.group;
+    const int group = p.shape.heads / p.shape.kv_heads;
+    const int first_batch_head = place.batch * p.shape.heads + place.kv_head * group;
     const float scale_log2 = p.scale * device::kLog2e;
     int position = rows == 0 ? p.shape.q_blocks : 0;  // a tile without columns has no work
     while (const int count = KeyScan<Config::kWarps, kColumns>::fill(shared.list, p.shape, p.mask, first_batch_head,
-                                                                    work.group, key_block, shared.column_block,
+                                                                    group, key_block, shared.column_block,
                                                                     position)) {
         work.walk(count, scale_log2);
     }

@@ -14,6 +14,7 @@ struct QueryGradShared {
     };
     Stage stages[2];
     WorkList<Config::kWarps> list;
+    TileSource<typename Config::T> k_source[2], v_source[2];  // [1]: columns
 };
 
 template <typename Config>
@@ -25,34 +26,38 @@ struct QueryGrad {
 
     const QueryGradParams& p;
     Shared& shared;
-    const int batch, head, q_block;
     const int lane, first_row;
 
     float dq[D / 8][4];
     uint32_t q[D / 16][4], dout[D / 16][4];
     float lse[2], delta[2];
 
-    __device__ QueryGrad(const QueryGradParams& params, Shared& smem, int b, int h, int block)
-        : p(params), shared(smem), batch(b), head(h), q_block(block), lane(threadIdx.x % 32),
+    __device__ QueryGrad(const QueryGradParams& params, Shared& smem)
+        : p(params), shared(smem), lane(threadIdx.x % 32),
           first_row((threadIdx.x / 32) * 16) {
 #pragma unroll
         for (int n = 0; n < D / 8; ++n) dq[n][0] = dq[n][1] = dq[n][2] = dq[n][3] = 0;
     }
 
-    __device__ __forceinline__ const T* rows(const RowView<const void>& x) const {
-        return static_cast<const T*>(x.data) + batch * x.batch_stride + head * x.head_stride +
-               static_cast<int64_t>(q_block) * kBlock * x.row_stride;
-    }
-
-    // Through the first stage's buffers into registers.
-    __device__ __forceinline__ void load_rows() {
-        const uint32_t k = device::shared_address(shared.stages[0].k);
-        const uint32_t v = device::shared_address(shared.stages[0].v);
-        Tile::template copy<Config::kThreads>(k, rows(p.q), p.q.row_stride, device::kAllRows, threadIdx.x);
-        Tile::template copy<Config::kThreads>(v, rows(p.dout), p.dout.row_stride, device::kAllRows, threadIdx.x);
+    // Q and dO through the first stage's buffers into registers; where the tiles are.
+    __device__ __forceinline__ void begin(const QueryPlace& place) {
+        const int kv_head = place.head / (p.shape.heads / p.shape.kv_heads);
+        auto& stage = shared.stages[0];
+        const uint32_t code = Item::encode(place.q_block, 0, false, false);
+        TileSource<T> source;
+        source.set(p.q, place.batch, place.head);
+        source.template copy<D, Config::kThreads>(stage.k, code, device::kAllRows);
+        source.set(p.dout, place.batch, place.head);
+        source.template copy<D, Config::kThreads>(stage.v, code, device::kAllRows);
         device::copy_async_commit();
-        const int64_t row = ((static_cast<int64_t>(batch) * p.shape.heads + head) * p.shape.q_blocks + q_block) * kBlock +
-                            first_row + lane / 4;
+        if (threadIdx.x == 0) {
+            shared.k_source[0].set(p.k, place.batch, kv_head);
+            shared.v_source[0].set(p.v, place.batch, kv_head);
+            shared.k_source[1].set(p.compact_k, place.batch, place.head);
+            shared.v_source[1].set(p.compact_v, place.batch, place.head);
+        }
+        const int64_t batch_head = static_cast<int64_t>(place.batch) * p.shape.heads + place.head;
+        const int64_t row = (batch_head * p.shape.q_blocks + place.q_block) * kBlock + first_row + lane / 4;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             lse[r] = backward_lse(p.lse[row + 8 * r]);
@@ -62,8 +67,10 @@ struct QueryGrad {
         __syncthreads();
 #pragma unroll
         for (int d = 0; d < D / 16; ++d) {
-            device::load_matrix(q[d], Tile::moved(Tile::lane_address(k, lane), first_row, d));
-            device::load_matrix(dout[d], Tile::moved(Tile::lane_address(v, lane), first_row, d));
+            const uint32_t k = Tile::lane_address(device::shared_address(stage.k), lane);
+            const uint32_t v = Tile::lane_address(device::shared_address(stage.v), lane);
+            device::load_matrix(q[d], Tile::moved(k, first_row, d));
+            device::load_matrix(dout[d], Tile::moved(v, first_row, d));
         }
         __syncthreads();
     }
@@ -71,32 +78,11 @@ struct QueryGrad {
     __device__ __forceinline__ void copy_tiles(int slot) {
         const uint32_t code = shared.list.code[slot];
         const uint64_t mask = shared.list.mask[slot];
-        const int row = Item::index(code) * kBlock;
         auto& stage = shared.stages[slot % 2];
-        const uint32_t k = device::shared_address(stage.k);
-        const uint32_t v = device::shared_address(stage.v);
-        if (Item::columns(code)) {
-            copy_rows(k, p.compact_k, row, mask);
-            copy_rows(v, p.compact_v, row, mask);
-        } else {
-            const int kv_head = head / (p.shape.heads / p.shape.kv_heads);
-            copy_rows(k, p.k, Item::group(code), kv_head, row);
-            copy_rows(v, p.v, Item::group(code), kv_head, row);
-        }
+        const bool columns = Item::columns(code);
+        shared.k_source[columns].template copy<D, Config::kThreads>(stage.k, code, mask);
+        shared.v_source[columns].template copy<D, Config::kThreads>(stage.v, code, mask);
         device::copy_async_commit();
-    }
-
-    __device__ __forceinline__ void copy_rows(uint32_t to, const RowView<const void>& x, int row, uint64_t mask) {
-        const T* source =
-            static_cast<const T*>(x.data) + batch * x.batch_stride + head * x.head_stride + row * x.row_stride;
-        Tile::template copy<Config::kThreads>(to, source, x.row_stride, mask, threadIdx.x);
-    }
-
-    __device__ __forceinline__ void copy_rows(uint32_t to, const ChunkView<const void>& x, int chunk, int kv_head,
-                                              int row) {
-        const T* source = static_cast<const T*>(x.data) + chunk * x.chunk_stride + batch * x.batch_stride +
-                          kv_head * x.head_stride + row * x.row_stride;
-        Tile::template copy<Config::kThreads>(to, source, x.row_stride, device::kAllRows, threadIdx.x);
     }
 
     __device__ __forceinline__ void product(float (&c)[8][4], const uint32_t (&a)[D / 16][4], uint32_t b_lane) {
@@ -160,13 +146,11 @@ struct QueryGrad {
 
     // Works its place out again, so that no address lives through the walk.
     __device__ __forceinline__ void store() {
-        const uint32_t index = device::block_index();
-        const int heads = p.shape.heads, rows = p.shape.batch * heads;
-        const int batch = index % rows / heads, head = index % heads, q_block = p.shape.q_blocks - 1 - index / rows;
+        const QueryPlace place(p.shape, device::block_index());
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int64_t row = static_cast<int64_t>(q_block) * kBlock + first_row + lane / 4 + 8 * r;
-            float* to = p.dq.data + batch * p.dq.batch_stride + row * p.dq.row_stride + head * p.dq.head_stride +
+            const int64_t row = static_cast<int64_t>(place.q_block) * kBlock + first_row + lane / 4 + 8 * r;
+            float* to = p.dq.data + place.batch * p.dq.batch_stride + row * p.dq.row_stride + place.head * p.dq.head_stride +
                         2 * (lane % 4);
 #pragma unroll
             for (int n = 0; n < D / 8; ++n) {
@@ -187,11 +171,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
 query_gradient_kernel(const __grid_constant__ QueryGradParams p) {
     extern __shared__ __align__(256) unsigned char dynamic_shared[];
     auto& shared = *reinterpret_cast<QueryGradShared<Config>*>(dynamic_shared);
-    const int rows = p.shape.batch * p.shape.heads;
-    const int batch_head = blockIdx.x % rows;
-    const int q_block = p.shape.q_blocks - 1 - blockIdx.x / rows;  // late query blocks, the heaviest, first
-    QueryGrad<Config> work(p, shared, batch_head / p.shape.heads, batch_head % p.shape.heads, q_block);
-    work.load_rows();
+    const QueryPlace place(p.shape, blockIdx.x);
+    const int batch_head = place.batch * p.shape.heads + place.head, q_block = place.q_block;
+    QueryGrad<Config> work(p, shared);
+    work.begin(place);
     const float scale_log2 = p.scale * device::kLog2e;
     int position = 0;
     while (const int count = QueryScan<Config::kWarps>::fill(shared.list, p.shape, p.mask, batch_head, q_block, position)) {

@@ -22,6 +22,47 @@ struct Item {
     __device__ static __forceinline__ int group(uint32_t code) { return code >> (kIndexBits + 2); }
 };
 
+// Where the tiles of one operand lie: kept in shared memory, so that no register holds it while tiles are worked off.
+template <typename T>
+struct TileSource {
+    const T* data;         // of the thread block's sample and head
+    int64_t group_stride;  // of Item::group
+    int64_t row_stride;
+
+    __device__ __forceinline__ void set(const ChunkView<const void>& x, int batch, int head) {
+        data = static_cast<const T*>(x.data) + batch * x.batch_stride + head * x.head_stride;
+        group_stride = x.chunk_stride;
+        row_stride = x.row_stride;
+    }
+    __device__ __forceinline__ void set(const RowView<const void>& x, int batch, int head) {
+        data = static_cast<const T*>(x.data) + batch * x.batch_stride + head * x.head_stride;
+        group_stride = x.head_stride;
+        row_stride = x.row_stride;
+    }
+    // Starts copying the rows of an item that `rows` names.
+    template <int D, int kThreads>
+    __device__ __forceinline__ void copy(unsigned char* to, uint32_t code, uint64_t rows) const {
+        const T* tile = data + Item::group(code) * group_stride + Item::index(code) * kBlock * row_stride;
+        device::Tile<D>::template copy<kThreads>(device::shared_address(to), tile, row_stride, rows, threadIdx.x);
+    }
+};
+
+// The query block of a thread block. One key/value head after another, so that its keys stay in the L2 cache; within it
+// late query blocks first, as they have the most keys.
+struct QueryPlace {
+    int batch, head, q_block;
+
+    __device__ __forceinline__ QueryPlace(const Shape& shape, uint32_t index) {
+        const uint32_t group = shape.heads / shape.kv_heads;
+        const uint32_t member = index % group;
+        index /= group;
+        q_block = shape.q_blocks - 1 - index % shape.q_blocks;
+        index /= shape.q_blocks;
+        head = index % shape.kv_heads * group + member;
+        batch = index / shape.kv_heads;
+    }
+};
+
 constexpr int kListCapacity = 448;
 constexpr int kListStep = 256;  // candidates tested at once; the list always has room for one step
 

@@ -178,6 +178,8 @@ def install() -> None:
     for name, replacement in _replacements().items():
         setattr(torch.cuda, name, replacement)
     torch.nn.Module.cuda = lambda module, device=None: module  # type: ignore[method-assign,assignment]
-    torch.compiler.set_stance("force_eager")  # Megatron decorates its fusions with torch.compile, which needs a compiler
+    torch.compiler.set_stance(
+        "force_eager"
+    )  # Megatron decorates its fusions with torch.compile, which needs a compiler
     _mode = _CudaMeansCpu()
     _mode.__enter__()
