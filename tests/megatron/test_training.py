@@ -34,6 +34,8 @@ FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --reco
 CP4 = "--context-parallel-size 4"
 CP2 = "--context-parallel-size 2"
 HIERARCHICAL = f"{CP4} --hierarchical-context-parallel-sizes 2 2"
+SAVE = "--ckpt-format torch_dist --lr-decay-iters 10 --save-interval 1 --save"
+RESUME = "--ckpt-format torch_dist --lr-decay-iters 10 --train-iters 2 --load"
 YARN = f"--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 256 {ALL}"
 HYBRID = f"{ROPE} {ALL} --hybrid-layer-pattern *-*- --spec user_specs hybrid_stack_spec"
 PER_TOKEN = f"{ROPE} {ALL} --calculate-per-token-loss"
@@ -73,12 +75,18 @@ FULL_SCENARIOS = {
     "yarn_cp4": f"{YARN} {CP4}",
     "learned_dp4": ALL,
     "learned_cp4": f"{ALL} {CP4}",
-    "experts_dp4": f"{ROPE} {ALL} --num-experts 2 --moe-router-topk 1",
-    "experts_cp4": f"{ROPE} {ALL} {CP4} --num-experts 2 --moe-router-topk 1",
+    "experts_dp4": f"{ROPE} {ALL} --num-experts 2 --moe-router-topk 2",
+    "experts_cp4": f"{ROPE} {ALL} {CP4} --num-experts 2 --moe-router-topk 2",
     "sparse_dp4": SPARSE,
     "sparse_convert": f"{SPARSE} {CP4} --mtraining-layout-mode convert",
     "masked_dp4": PER_TOKEN,
     "masked_dp2_cp2": f"{PER_TOKEN} {CP2}",
+    "saved_sparse_cp4": f"{ROPE} {ALL} {CP4} {SAVE} FOLDER/sparse",
+    "saved_dense_dp4": f"{ROPE} {ALL} {SAVE} FOLDER/dense --attention-backend unfused",
+    "sparse_from_sparse": f"{ROPE} {ALL} {CP2} {RESUME} FOLDER/sparse",
+    "dense_from_sparse": f"{ROPE} {ALL} {RESUME} FOLDER/sparse --attention-backend unfused",
+    "sparse_from_dense": f"{ROPE} {ALL} {CP4} {RESUME} FOLDER/dense",
+    "dense_from_dense": f"{ROPE} {ALL} {RESUME} FOLDER/dense --attention-backend unfused",
 }
 
 
@@ -111,7 +119,8 @@ class Runs:
 def run_scenarios(scenarios, folder):
     """Starts the worker; its output is shown if it fails."""
     file = folder / "scenarios.json"
-    file.write_text(json.dumps({name: f"{BASE} {options}".split() for name, options in scenarios.items()}))
+    lines = {name: f"{BASE} {options}".replace("FOLDER", str(folder)) for name, options in scenarios.items()}
+    file.write_text(json.dumps({name: line.split() for name, line in lines.items()}))
     root = str(Path(__file__).parents[2])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([root, *sys.path[1:]])}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", str(WORKER)]
@@ -261,6 +270,14 @@ FULL_PAIRS = [
 def test_more_splits(full_runs, name, reference):
     assert_same_gradients(full_runs, name, reference)
     assert_same_losses(full_runs, name, reference)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["sparse_from_sparse", "dense_from_sparse", "sparse_from_dense"])
+def test_checkpoints_pass_between_backends_and_splits(full_runs, name):
+    """Case L1: saved by one backend, resumed by the other, at another context-parallel size."""
+    assert_same_gradients(full_runs, name, "dense_from_dense")
+    assert_same_losses(full_runs, name, "dense_from_dense")
 
 
 @pytest.mark.full
