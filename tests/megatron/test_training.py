@@ -82,11 +82,11 @@ FULL_SCENARIOS = {
     "masked_dp4": PER_TOKEN,
     "masked_dp2_cp2": f"{PER_TOKEN} {CP2}",
     "saved_sparse_cp4": f"{ROPE} {ALL} {CP4} {SAVE} FOLDER/sparse",
-    "saved_dense_dp4": f"{ROPE} {ALL} {SAVE} FOLDER/dense --attention-backend unfused",
+    "saved_dense_dp4": f"{ROPE} {ALL} {SAVE} FOLDER/dense --attention-backend auto",
     "sparse_from_sparse": f"{ROPE} {ALL} {CP2} {RESUME} FOLDER/sparse",
-    "dense_from_sparse": f"{ROPE} {ALL} {RESUME} FOLDER/sparse --attention-backend unfused",
+    "dense_from_sparse": f"{ROPE} {ALL} {RESUME} FOLDER/sparse --attention-backend auto",
     "sparse_from_dense": f"{ROPE} {ALL} {CP4} {RESUME} FOLDER/dense",
-    "dense_from_dense": f"{ROPE} {ALL} {RESUME} FOLDER/dense --attention-backend unfused",
+    "dense_from_dense": f"{ROPE} {ALL} {RESUME} FOLDER/dense --attention-backend auto",
 }
 
 
