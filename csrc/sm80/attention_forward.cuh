@@ -190,26 +190,33 @@ struct Forward {
         }
     }
 
-    // One buffer for K, one for V: V is on its way during Q K^T and the softmax, the next K during P V.
+    // One buffer for K, one for V: the next K is on its way during the softmax and P V, the next V during Q K^T.
     __device__ __forceinline__ void walk(int count, float scale_log2) {
         copy_k(0);
-        device::copy_async_wait<0>();
+        copy_v(0);
+        device::copy_async_wait<1>();
         __syncthreads();
         for (int t = 0; t < count; ++t) {
-            copy_v(t);
+            const bool more = t + 1 < count;
             uint32_t probs[kM][4][4];
             float s[kM][8][4];
             score(s);
+            __syncthreads();  // everyone is done with K
+            if (more) copy_k(t + 1);
             const uint32_t code = shared.list.code[t];
             const uint64_t mask = shared.list.mask[t];
             if (Item::diagonal(code) || mask != device::kAllRows) apply_mask(s, Item::diagonal(code), mask);
             softmax(s, probs, scale_log2);
-            device::copy_async_wait<0>();
-            __syncthreads();  // V has landed, and everyone is done with K
-            if (t + 1 < count) copy_k(t + 1);
+            if (more) {
+                device::copy_async_wait<1>();
+            } else {
+                device::copy_async_wait<0>();
+            }
+            __syncthreads();  // V has landed
             accumulate(probs);
             device::copy_async_wait<0>();
             __syncthreads();  // the next K has landed, and everyone is done with V
+            if (more) copy_v(t + 1);
         }
     }
 };
