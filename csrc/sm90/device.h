@@ -1,0 +1,43 @@
+// Launching persistent kernels: one CTA a multiprocessor at most.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "mtraining/check.h"
+
+namespace mtraining::sm90 {
+
+// Registers that a CTA of `threads` threads owns, and setmaxnreg can hand round, when it has a multiprocessor to itself: the
+// compiler gives each thread a multiple of 8. Asking for more than this makes setmaxnreg.inc wait for ever.
+constexpr int register_pool(int threads) { return 65536 / threads / 8 * 8 * threads; }
+
+inline int multiprocessors() {
+    int device = 0, count = 0;
+    check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+    check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+    return count;
+}
+
+// The dynamic shared memory of the CTA as a structure. Its TMA tiles want 1024-byte boundaries, which the start of shared
+// memory is when a kernel has no static part.
+template <typename Shared>
+__device__ __forceinline__ Shared& dynamic_shared() {
+    extern __shared__ __align__(1024) uint8_t raw[];
+    return *reinterpret_cast<Shared*>(raw);
+}
+
+// `tiles` pieces of work; the kernel strides over them.
+template <typename Kernel, typename... Args>
+void launch_persistent(Kernel kernel, int tiles, int threads, size_t shared_bytes, cudaStream_t stream, const char* name,
+                       const Args&... args) {
+    if (tiles == 0) return;
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
+               name);
+    kernel<<<std::min(tiles, multiprocessors()), threads, shared_bytes, stream>>>(args...);
+    check_cuda(cudaGetLastError(), name);
+}
+
+}  // namespace mtraining::sm90

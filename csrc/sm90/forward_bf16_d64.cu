@@ -1,0 +1,5 @@
+#include "sm90/forward/launch.cuh"
+
+namespace mtraining::sm90 {
+template void launch_forward<__nv_bfloat16, 64>(const AttentionForwardParams&, cudaStream_t);
+}

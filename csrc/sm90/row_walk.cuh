@@ -1,0 +1,285 @@
+// The walk of the kernels that own query rows (forward, dQ): what a CTA works on and how its operands reach shared memory.
+//
+// A CTA is persistent. It works on kRowBlocks neighbouring query blocks of one head, one a consumer warpgroup. The scout
+// warp finds the key tiles that any of them needs and lists them in a short queue, running ahead of everything else; the
+// loader warp loads each listed tile once; a consumer warpgroup skips the tiles it does not need.
+#pragma once
+
+#include "mtraining/params.h"
+#include "sm90/device.h"
+#include "sm90/mask.cuh"
+#include "sm90/pipeline.cuh"
+#include "sm90/wgmma.cuh"
+
+namespace mtraining::sm90 {
+
+// kOperands: row operands of a block that stay for the whole walk over its keys (q; q and dout).
+template <int kHeadDim_, int kOperands_>
+struct RowPlan {
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kOperands = kOperands_;
+    static constexpr int kRowBlocks = 2;
+    static constexpr int kThreads = 128 * (kRowBlocks + 1);
+    static constexpr int kConsumerRegisters = 224;
+    static constexpr int kProducerRegisters = 56;
+    static_assert(register_pool(kThreads) >= 128 * (kRowBlocks * kConsumerRegisters + kProducerRegisters));
+
+    static constexpr uint32_t kTileBytes = 64 * kHeadDim * 2;    // 64 rows of one operand
+    static constexpr uint32_t kSharedLimit = 227 * 1024 - 4096;  // but queue, barriers and alignment
+    static constexpr int kFit = (kSharedLimit - kRowBlocks * kOperands * kTileBytes) / (2 * kTileBytes);
+    static constexpr int kStages = kFit < 8 ? kFit : 8;  // of one key block and its values
+    static constexpr int kQueue = 32;
+};
+
+struct RowMaps {
+    CUtensorMap rows[2];  // q, dout
+    CUtensorMap k, v, compact_k, compact_v;
+};
+
+// An entry of the queue: a key tile of a chunk (chunk >= 0), a tile of compact columns, or a mark.
+template <int kBlocks>
+struct TileEntry {
+    static constexpr int kColumns = -1, kBegin = -2, kEnd = -3, kStop = -4;  // compact tile, first and last of a row tile, end
+    int chunk;
+    int index;                   // of the key block, compact tile, or (kBegin) row tile
+    uint32_t diagonal;           // bit w: a triangle for warpgroup w
+    uint64_t columns[kBlocks];   // attended slots for warpgroup w; 0: it skips the tile
+};
+
+template <typename Plan>
+struct RowShared {
+    static constexpr int kRowBlocks = Plan::kRowBlocks;
+    static constexpr int kStages = Plan::kStages;
+    using Entry = TileEntry<kRowBlocks>;
+    alignas(1024) uint8_t rows[kRowBlocks][Plan::kOperands][Plan::kTileBytes];
+    alignas(1024) uint8_t k[Plan::kStages][Plan::kTileBytes];
+    alignas(1024) uint8_t v[Plan::kStages][Plan::kTileBytes];
+    TileEntry<kRowBlocks> queue[Plan::kQueue];
+    TileEntry<kRowBlocks> loaded[Plan::kStages];  // what lies in each stage
+    RingBarriers<Plan::kQueue> listing;
+    RingBarriers<Plan::kStages> ring;
+    uint64_t rows_full[kRowBlocks], rows_empty[kRowBlocks];
+
+    __device__ void init() {
+        listing.init(1);
+        ring.init(4 * kRowBlocks);
+        for (int w = 0; w < kRowBlocks; ++w) {
+            mbarrier_init(&rows_full[w], 1);
+            mbarrier_init(&rows_empty[w], 4);
+        }
+        mbarrier_init_fence();
+    }
+};
+
+// The rows of one visit: (batch, kv head) outermost, so that the heads that share keys run together; then rows from the
+// last (heaviest) to the first; then the heads of the group.
+struct RowTile {
+    int batch, head, kv_head, first;
+
+    template <int kRowBlocks>
+    __device__ static __forceinline__ RowTile at(const Shape& shape, int index) {
+        const int group = shape.heads / shape.kv_heads;
+        const int steps = (shape.q_blocks + kRowBlocks - 1) / kRowBlocks;
+        RowTile tile;
+        const int member = index % group;
+        index /= group;
+        tile.first = (steps - 1 - index % steps) * kRowBlocks;
+        index /= steps;
+        tile.kv_head = index % shape.kv_heads;
+        tile.batch = index / shape.kv_heads;
+        tile.head = tile.kv_head * group + member;
+        return tile;
+    }
+
+    template <int kRowBlocks>
+    __host__ __device__ static int count(const Shape& shape) {
+        return shape.batch * shape.heads * ((shape.q_blocks + kRowBlocks - 1) / kRowBlocks);
+    }
+};
+
+__device__ __forceinline__ bool warp_leader() { return threadIdx.x % 32 == 0; }
+
+template <typename Plan>
+struct RowScout {
+    static constexpr int kRowBlocks = Plan::kRowBlocks;
+    using Entry = TileEntry<kRowBlocks>;
+
+    const Shape& shape;
+    const Mask& mask;
+    RowShared<Plan>& shared;
+    RingPosition<Plan::kQueue> position;
+
+    __device__ __forceinline__ void list(int chunk, int index, uint32_t diagonal, const uint64_t (&columns)[kRowBlocks]) {
+        if (warp_leader()) {
+            const int s = position.stage;
+            mbarrier_wait(&shared.listing.empty[s], position.parity ^ 1);
+            Entry& entry = shared.queue[s];
+            entry.chunk = chunk;
+            entry.index = index;
+            entry.diagonal = diagonal;
+#pragma unroll
+            for (int w = 0; w < kRowBlocks; ++w) entry.columns[w] = columns[w];
+            mbarrier_arrive(&shared.listing.full[s]);
+        }
+        position.advance();
+    }
+
+    __device__ __forceinline__ void mark(int kind, int index) {
+        const uint64_t none[kRowBlocks] = {};
+        list(kind, index, 0, none);
+    }
+
+    __device__ __forceinline__ void slash_tiles(const QueryBlocks<kRowBlocks>& rows) {
+        for (int chunk = 0; chunk < shape.chunks; ++chunk) {
+            const int32_t* blocks = mask.kv_blocks + int64_t{chunk} * shape.kv_blocks;
+            scan_blocks(
+                shape.kv_blocks, [&](int index) { return rows.need(__ldg(blocks + index)); },
+                [&](int index, Need need) {
+                    uint64_t columns[kRowBlocks];
+#pragma unroll
+                    for (int w = 0; w < kRowBlocks; ++w) columns[w] = (need.needed >> w & 1) ? kAllColumns : 0;
+                    list(chunk, index, need.diagonal, columns);
+                });
+        }
+    }
+
+    __device__ __forceinline__ void run() {
+        for (int t = blockIdx.x; t < RowTile::count<kRowBlocks>(shape); t += gridDim.x) {
+            const RowTile tile = RowTile::at<kRowBlocks>(shape, t);
+            QueryBlocks<kRowBlocks> rows;
+            rows.load(shape, mask, tile.batch, tile.head, tile.first);
+            mark(Entry::kBegin, t);
+            slash_tiles(rows);
+            if (shape.columns > 0) {
+                scan_columns(rows, mask.column_list + (int64_t{tile.batch} * shape.heads + tile.head) * shape.columns,
+                             shape.columns, [&](int index, const uint64_t(&columns)[kRowBlocks]) {
+                                 list(Entry::kColumns, index, 0, columns);
+                             });
+            }
+            mark(Entry::kEnd, t);
+        }
+        mark(Entry::kStop, 0);
+    }
+};
+
+// 64 rows of an operand, panel by panel.
+template <int kHeadDim>
+__device__ __forceinline__ void load_tile(const CUtensorMap* map, uint8_t* to, int row, int head, int batch, int chunk,
+                                          uint64_t* barrier) {
+#pragma unroll
+    for (int panel = 0; panel < kHeadDim / kPanel; ++panel) {
+        tma_load(to + panel * (64 * 128), map, barrier, panel * kPanel, row, head, batch, chunk);
+    }
+}
+
+// One thread: turns queue entries into copies.
+template <typename Plan>
+struct RowLoader {
+    static constexpr int kRowBlocks = Plan::kRowBlocks;
+    using Entry = TileEntry<kRowBlocks>;
+
+    const Shape& shape;
+    const RowMaps& maps;
+    RowShared<Plan>& shared;
+    RingPosition<Plan::kQueue> listing;
+    RingPosition<Plan::kStages> position;
+    uint32_t rows_parity = 0;
+    RowTile tile;
+
+    __device__ __forceinline__ void begin(int index) {
+        tile = RowTile::at<kRowBlocks>(shape, index);
+#pragma unroll
+        for (int w = 0; w < kRowBlocks; ++w) {
+            mbarrier_wait(&shared.rows_empty[w], rows_parity ^ 1);
+            mbarrier_arrive_expect(&shared.rows_full[w], Plan::kOperands * Plan::kTileBytes);
+#pragma unroll
+            for (int o = 0; o < Plan::kOperands; ++o) {
+                load_tile<Plan::kHeadDim>(&maps.rows[o], shared.rows[w][o], (tile.first + w) * kBlock, tile.head,
+                                          tile.batch, 0, &shared.rows_full[w]);
+            }
+        }
+        rows_parity ^= 1;
+    }
+
+    __device__ __forceinline__ void load_keys(const Entry& entry, int s) {
+        uint64_t* full = &shared.ring.full[s];
+        if (entry.chunk == Entry::kEnd) {
+            mbarrier_arrive(full);
+            return;
+        }
+        const bool compact = entry.chunk == Entry::kColumns;
+        const int head = compact ? tile.head : tile.kv_head;
+        const int chunk = compact ? 0 : entry.chunk;
+        mbarrier_arrive_expect(full, 2 * Plan::kTileBytes);
+        const int row = entry.index * kBlock;
+        load_tile<Plan::kHeadDim>(compact ? &maps.compact_k : &maps.k, shared.k[s], row, head, tile.batch, chunk, full);
+        load_tile<Plan::kHeadDim>(compact ? &maps.compact_v : &maps.v, shared.v[s], row, head, tile.batch, chunk, full);
+    }
+
+    __device__ __forceinline__ void run() {
+        while (true) {
+            mbarrier_wait(&shared.listing.full[listing.stage], listing.parity);
+            const Entry entry = shared.queue[listing.stage];
+            mbarrier_arrive(&shared.listing.empty[listing.stage]);
+            listing.advance();
+            if (entry.chunk == Entry::kStop) return;
+            if (entry.chunk == Entry::kBegin) {
+                begin(entry.index);
+                continue;
+            }
+            const int s = position.stage;
+            mbarrier_wait(&shared.ring.empty[s], position.parity ^ 1);
+            shared.loaded[s] = entry;
+            load_keys(entry, s);
+            position.advance();
+        }
+    }
+};
+
+// A consumer warpgroup's view of the ring.
+template <typename Shared>
+struct TileReader {
+    using Entry = typename Shared::Entry;
+
+    static constexpr int kNone = -1, kSkipped = -2;
+
+    Shared& shared;
+    int warpgroup;
+    RingPosition<Shared::kStages> position;
+
+    // True if the stage that `next` would wait for is `held`: the loader cannot fill it before this warpgroup lets go.
+    __device__ __forceinline__ bool blocked_by(int held) const { return position.stage == held; }
+
+    // Looks at one stage: its number if this warpgroup needs the tile, kSkipped, or kNone at the end of the row tile.
+    __device__ __forceinline__ int look() {
+        const int s = position.stage;
+        mbarrier_wait(&shared.ring.full[s], position.parity);
+        position.advance();
+        if (columns(s) != 0) return s;
+        const bool end = shared.loaded[s].chunk == Entry::kEnd;
+        release(&shared.ring.empty[s]);
+        return end ? kNone : kSkipped;
+    }
+
+    // The stage of the next tile this warpgroup needs; kNone at the end of the row tile. Lets go of `held`, once the tensor
+    // cores are done with it, if it is in the way.
+    __device__ __forceinline__ int next(int& held) {
+        while (true) {
+            if (blocked_by(held)) {
+                wgmma_wait<0>();
+                done(held);
+                held = kNone;
+            }
+            const int stage = look();
+            if (stage != kSkipped) return stage;
+        }
+    }
+
+    __device__ __forceinline__ uint64_t columns(int stage) const { return shared.loaded[stage].columns[warpgroup]; }
+    __device__ __forceinline__ bool diagonal(int stage) const { return shared.loaded[stage].diagonal >> warpgroup & 1; }
+    __device__ __forceinline__ void done(int stage) {
+        if (stage != kNone) release(&shared.ring.empty[stage]);
+    }
+};
+
+}  // namespace mtraining::sm90
