@@ -1,6 +1,7 @@
 # make train      train a small GPT with Megatron and sparse attention on this machine (options below)
 # make test       the tests (minutes)          make test-full   the exhaustive matrix (hours)
 # make test-gpu   the tests that need a GPU    make check       ruff, mypy, docstrings, format
+# make cuda       build the CUDA library into the source tree (make setup does it where there is a GPU and nvcc)
 # make clean      remove what make made, but data/ and runs/ (make clean-all: these too)
 #
 # Options of make train, each with a default: NAME=run folder under runs/, ATTENTION=mtraining|dense, SEQ=sequence length,
@@ -13,9 +14,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 CUDA ?= AUTO
 PYTEST_ARGS ?=
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 export PYTHON
 
-.PHONY: help setup train test test-full test-gpu check clean clean-all
+.PHONY: help setup cuda train test test-full test-gpu check clean clean-all
 help:
 	@sed -n 's/^# \{0,1\}//p;/^SHELL/q' Makefile
 
@@ -23,6 +25,12 @@ setup: $(VENV)/installed
 
 $(VENV)/installed: pyproject.toml constraints.txt tools/build_backend.py tools/setup_env.py
 	@python="$$(sh tools/find_python.sh)" && "$$python" tools/setup_env.py $(VENV) --cuda "$(CUDA)"
+
+cuda:
+	PATH="$(abspath $(BIN)):$$PATH" cmake -S . -B build/cuda -G Ninja -DMTRAINING_CUDA=ON \
+	    -DPython_EXECUTABLE="$(abspath $(BIN))/python" -DMTRAINING_VERSION="$(VERSION)"
+	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/cuda
+	PATH="$(abspath $(BIN)):$$PATH" cmake --install build/cuda --prefix .
 
 train: $(VENV)/installed
 	@$(BIN)/python examples/train.py $(if $(NAME),--name "$(NAME)") $(if $(ATTENTION),--attention "$(ATTENTION)") \
@@ -43,9 +51,10 @@ check: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	git ls-files 'csrc/*.h' 'csrc/*.cuh' 'csrc/*.cu' 'csrc/*.cpp' | xargs -r $(BIN)/clang-format --dry-run --Werror
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) build dist megatron_mtraining/lib .pytest_cache .hypothesis .mypy_cache .ruff_cache *.egg-info
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 clean-all: clean

@@ -1,7 +1,7 @@
 """Draw what training runs have written.
 
-    python examples/plot_run.py runs/mtraining                                   loss, density by layer, one head
-    python examples/plot_run.py runs/mtraining runs/dense --output compare.png   loss curves side by side
+python examples/plot_run.py runs/mtraining                                   loss, density by layer, one head
+python examples/plot_run.py runs/mtraining runs/dense --output compare.png   loss curves side by side
 """
 
 import argparse
@@ -80,7 +80,9 @@ def draw_attention(run: Path) -> None:
     shade = np.where(causal, 1 - kept, np.nan)
     panels[1].imshow(np.ones((*shade.shape, 3)), alpha=np.nan_to_num(0.85 * shade))
     figure.colorbar(image, ax=list(panels), shrink=0.85, label="share of a query's attention in the block")
-    share = f"{100 * float(data['mass_kept']):.1f} % of the attention in {100 * float(data['density']):.1f} % of the pairs"
+    share = (
+        f"{100 * float(data['mass_kept']):.1f} % of the attention in {100 * float(data['density']):.1f} % of the pairs"
+    )
     figure.suptitle(f"{run.name}: layer {int(data['layer'])}, head {int(data['head'])}; {share}")
     _save(figure, run / "attention.png")
 

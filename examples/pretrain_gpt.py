@@ -30,7 +30,7 @@ BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 
 
 def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None, vp_stage: int | None) -> dict[str, Any]:
-    """This rank's share of the next micro-batch: broadcast over tensor-parallel ranks, sliced over context-parallel ones.
+    """This rank's share of the next micro-batch: broadcast over tensor-parallel, sliced over context-parallel ranks.
 
     Pipeline stages that need no tokens (neither the first nor the last) get None for every key.
     """

@@ -150,9 +150,10 @@ def optimizer_arguments(options: TrainOptions) -> list[str]:
     interval = options.log_interval
     arguments = shlex.split(
         f"--micro-batch-size 1 --global-batch-size 1 --train-iters {options.steps} --lr 3e-3 --min-lr 3e-4 "
-        f"--lr-decay-style cosine --lr-warmup-iters {max(1, options.steps // 20)} --adam-beta2 0.95 --weight-decay 0.01 "
-        f"--log-interval {interval} --tensorboard-log-interval {interval} --tensorboard-dir {options.folder}/tensorboard "
-        f"--mtraining-metrics {options.folder}/metrics.jsonl --eval-interval {options.steps} --eval-iters 2 "
+        f"--lr-decay-style cosine --lr-warmup-iters {max(1, options.steps // 20)} --adam-beta2 0.95 "
+        f"--weight-decay 0.01 --log-interval {interval} --tensorboard-log-interval {interval} "
+        f"--tensorboard-dir {options.folder}/tensorboard --mtraining-metrics {options.folder}/metrics.jsonl "
+        f"--eval-interval {options.steps} --eval-iters 2 "
         f"--save {options.checkpoint} --save-interval {max(1, min(50, options.steps))} --ckpt-format torch_dist"
     )
     if options.resume:  # a longer run than the one before decays over its own steps

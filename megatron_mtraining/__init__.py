@@ -4,7 +4,7 @@ Importing this package needs neither CUDA nor Megatron; ``megatron_mtraining.lau
 Megatron-LM.
 """
 
-from .attention import AttentionAux, estimate_index, mtraining_attention
+from .attention import AttentionAux, MTrainingAttention, estimate_index, mtraining_attention
 from .config import MTrainingConfig
 from .documents import Documents
 from .index import VerticalSlashIndex
@@ -14,6 +14,7 @@ __all__ = [
     "AttentionAux",
     "Documents",
     "Layout",
+    "MTrainingAttention",
     "MTrainingConfig",
     "VerticalSlashIndex",
     "estimate_index",

@@ -9,16 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .comm import GroupExchange, RingGroups, drive
+from .comm import RingGroups
 from .config import BLOCK, MTrainingConfig
 from .documents import Documents
-from .estimate import estimate_steps
+from .estimate import column_capacity
 from .index import VerticalSlashIndex
 from .layout import Layout
-from .metrics import timed
-from .ops import operators
-from .ring import Columns, RingBackward, RingCall, RingForward, Saved, run
+from .ring_op import Context, estimate, number_of, ring_attention
 
+SINGLE = RingGroups()
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -39,7 +38,7 @@ class AttentionAux:
     inner_size: int
 
 
-def mtraining_attention(
+def mtraining_attention(  # noqa: PLR0913 - the public interface names them all
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -75,13 +74,13 @@ def mtraining_attention(
         ValueError: for inputs that do not fit together; the message names the argument, its value and what would be valid.
         RuntimeError: if the config's kernel is not to be had for these inputs.
     """
-    groups = RingGroups(cp_group, inner_group, outer_group)
     return attention_on_groups(
-        q, k, v, config=config or MTrainingConfig(), layout=layout, groups=groups, softmax_scale=softmax_scale,
-        index=index, documents=documents, return_aux=return_aux,
+        q, k, v, config=config or MTrainingConfig(), layout=layout, groups=RingGroups(cp_group, inner_group, outer_group),
+        softmax_scale=softmax_scale, index=index, documents=documents, return_aux=return_aux,
     )  # fmt: skip
 
 
+@torch.compiler.disable
 def attention_on_groups(
     q: Tensor,
     k: Tensor,
@@ -96,27 +95,98 @@ def attention_on_groups(
     return_aux: bool = False,
 ) -> Any:
     """:func:`mtraining_attention` with all process groups, those for gradients included, in one object."""
-    layout = check_inputs(q, k, v, config, layout, groups.cp_size)
-    seq = q.shape[1]
-    q, k, v = (_aligned(pad_to_blocks(x)) for x in (q, k, v))
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    if index is None:
-        documents = _check_documents(documents, layout)
-        with timed("index", q.device), torch.no_grad():
-            index = _make_index(q, k, config, layout, documents, groups, scale)
-    call = RingCall(
-        index=check_index(index, q, layout),
-        layout=layout,
-        config=config,
-        scale=scale,
-        cp_rank=groups.cp_rank,
-        inner_size=groups.inner_size(config.ring),
-        ops=operators(config.kernel, q),
-        exchange=GroupExchange(groups) if groups.cp_size > 1 else None,
+    capacity = None if index is None else index.column_capacity
+    if index is not None and documents is not None and documents != index.documents:
+        raise ValueError(f"index is for documents {index.documents}: the call is for {documents}")
+    documents = documents if index is None else index.documents
+    context = make_context(
+        q, k, v, config, groups, capacity=capacity, layout=layout, softmax_scale=softmax_scale, documents=documents
     )
-    out, lse = RingAttention.apply(q, k, v, call)
-    out = out[:, :seq]
-    return (out, AttentionAux(lse[..., :seq], index, layout, call.inner_size)) if return_aux else out
+    words: tuple[Tensor, ...] = ()
+    if index is not None:
+        words = (index.slash_words, index.column_words)
+        check_words(words, q, context)
+    out, lse, *found_words = attend(q, k, v, words, number_of(context))
+    if not return_aux:
+        return out
+    found = VerticalSlashIndex(found_words[0], found_words[1], context.documents, context.column_capacity)
+    return out, AttentionAux(lse, found, context.layout, context.inner_size)
+
+
+def make_context(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    config: MTrainingConfig,
+    groups: RingGroups,
+    *,
+    capacity: int | None = None,
+    layout: Layout | None = None,
+    softmax_scale: float | None = None,
+    documents: Documents | None = None,
+) -> Context:
+    """Checks a call and fills in what was not given; ``capacity`` is the index's, if there is one.
+
+    Raises:
+        ValueError: naming the argument, its value and what would be valid.
+    """
+    layout = check_inputs(q, k, v, config, layout, groups.cp_size)
+    documents = Documents.single(layout.seq_len) if documents is None else documents
+    if documents.seq_len != layout.seq_len:
+        raise ValueError(f"documents are for {documents.seq_len} tokens: the sequence has {layout.seq_len}")
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    if capacity is None:
+        capacity = column_capacity(documents, config)
+    return Context(config, layout, documents, groups, scale, groups.inner_size(config.ring), capacity)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, words: tuple[Tensor, ...], number: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``(out, lse, slash_words, column_words)`` of a checked call, under the given words or estimated ones."""
+    seq = q.shape[1]
+    q, k, v = (pad_to_blocks(x) for x in (q, k, v))
+    slash_words, column_words = words or estimate(q.detach(), k.detach(), number)
+    out, lse, *_ = ring_attention(q, k, v, slash_words, column_words, number)
+    return out[:, :seq], lse[..., :seq].detach(), slash_words, column_words
+
+
+class MTrainingAttention(torch.nn.Module):
+    """:func:`mtraining_attention` for one length, prepared in advance: ``torch.compile`` takes it without graph breaks.
+
+    Args:
+        seq_len: global sequence length.
+        head_dim: head dimension of q, k and v.
+        config, layout, softmax_scale, documents: as in :func:`mtraining_attention`.
+        groups: process groups of the ring; a single rank if not given.
+
+    Raises:
+        ValueError: naming the argument, its value and what would be valid.
+    """
+
+    def __init__(
+        self,
+        seq_len: int,
+        head_dim: int,
+        *,
+        config: MTrainingConfig | None = None,
+        groups: RingGroups = SINGLE,
+        layout: Layout | None = None,
+        softmax_scale: float | None = None,
+        documents: Documents | None = None,
+    ) -> None:
+        super().__init__()
+        config = config or MTrainingConfig()
+        layout = layout or Layout.from_config(config, seq_len, groups.cp_size)
+        local = torch.empty(1, layout.local_seq_len, 1, head_dim, device="meta")
+        self.context = make_context(
+            local, local, local, config, groups, layout=layout, softmax_scale=softmax_scale, documents=documents
+        )
+        self._number = number_of(self.context, forever=True)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """``[batch, local_seq, heads, head_dim]`` in and out, as in :func:`mtraining_attention`."""
+        return attend(q, k, v, (), self._number)[0]
 
 
 def estimate_index(
@@ -134,85 +204,17 @@ def estimate_index(
     Returns:
         The index of the whole sequence; the same bits on every rank, for every number of ranks and layout.
     """
-    config = config or MTrainingConfig()
-    groups = RingGroups(cp_group)
-    layout = check_inputs(q, k, k, config, layout, groups.cp_size)
-    documents = _check_documents(documents, layout)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    with torch.no_grad():
-        return _make_index(pad_to_blocks(q), pad_to_blocks(k), config, layout, documents, groups, scale)
-
-
-def _make_index(
-    q: Tensor,
-    k: Tensor,
-    config: MTrainingConfig,
-    layout: Layout,
-    documents: Documents,
-    groups: RingGroups,
-    scale: float,
-) -> VerticalSlashIndex:
-    if config.dense:
-        return VerticalSlashIndex.dense(q.shape[0], q.shape[2], documents, q.device)
-    steps = estimate_steps(
-        q, k, config=config, layout=layout, documents=documents, cp_rank=groups.cp_rank, scale=scale,
-        ops=operators(config.kernel, q),
-    )  # fmt: skip
-    return drive(steps, groups.cp)
-
-
-class RingAttention(torch.autograd.Function):
-    """Autograd of one rank's ring: the same index and schedule object in both directions."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor]:
-        """Runs the forward ring; returns ``(out, lse)``."""
-        ring = RingForward(call, q, k, v)
-        with timed("forward", q.device):
-            run([ring])
-        save_ring(ctx, ring)
-        ctx.call = call
-        ctx.mark_non_differentiable(ring.lse)
-        return ring.out, ring.lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Runs the backward ring; returns the gradients of q, k, v."""
-        ring = RingBackward(ctx.call, saved_ring(ctx.saved_tensors), _aligned(dout))
-        with timed("backward", dout.device):
-            run([ring])
-        return (*ring.gradients(), None)
-
-
-def save_ring(ctx: Any, *rings: RingForward) -> None:
-    """Saves what backward needs of one or several forward rings, as tensors that autograd's hooks can offload."""
-    tensors: list[Tensor | None] = []
-    for ring in rings:
-        columns = ring.columns if ring.call.config.vertical_backward == "save" else None
-        compact = (None, None, None) if columns is None else (columns.keys, columns.values, columns.positions)
-        tensors += [ring.q, ring.k, ring.v, ring.out, ring.lse, ring.kept, *compact]
-    ctx.save_for_backward(*tensors)
-
-
-def saved_ring(tensors: tuple[Tensor, ...]) -> Saved:
-    """What :func:`save_ring` saved of one ring."""
-    q, k, v, out, lse, kept, keys, values, positions = tensors
-    columns = None if keys is None else Columns(keys, values, positions)
-    return Saved(q, k, v, out, lse, kept, columns)
+    config, groups = config or MTrainingConfig(), RingGroups(cp_group)
+    context = make_context(q, k, k, config, groups, layout=layout, softmax_scale=softmax_scale, documents=documents)
+    q, k = (pad_to_blocks(x.detach()) for x in (q, k))
+    words = estimate(q, k, number_of(context))
+    return VerticalSlashIndex(*words, context.documents, context.column_capacity)
 
 
 def pad_to_blocks(x: Tensor) -> Tensor:
     """Pads ``[batch, seq, heads, dim]`` with zero rows to whole blocks; they come last, so causality hides them."""
     missing = -x.shape[1] % BLOCK
     return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """A copy where a kernel could not read ``x``: last dimension strided, broadcast rows, or rows off 16 bytes."""
-    unit = 16 // x.element_size()
-    strides = x.stride()
-    fits = strides[-1] == 1 and all(s > 0 and s % unit == 0 for s in strides[:-1]) and x.data_ptr() % 16 == 0
-    return x if fits else x.contiguous()
 
 
 def check_inputs(
@@ -252,23 +254,15 @@ def check_inputs(
     return layout
 
 
-def _check_documents(documents: Documents | None, layout: Layout) -> Documents:
-    documents = documents or Documents.single(layout.seq_len)
-    if documents.seq_len != layout.seq_len:
-        raise ValueError(f"documents are for {documents.seq_len} tokens: the sequence has {layout.seq_len}")
-    return documents
-
-
-def check_index(index: VerticalSlashIndex, q: Tensor, layout: Layout) -> VerticalSlashIndex:
+def check_words(words: tuple[Tensor, ...], q: Tensor, context: Context) -> None:
     """Refuses an index of another batch, number of heads, length or device.
 
     Raises:
         ValueError: naming both.
     """
-    shape, device = tuple(index.column_words.shape), index.column_words.device
-    if shape != (q.shape[0], q.shape[2], layout.num_blocks) or index.seq_len != layout.seq_len or device != q.device:
+    expected = (q.shape[0], q.shape[2], context.layout.num_blocks)
+    shape, device = tuple(words[1].shape), words[1].device
+    if shape != expected or device != q.device:
         raise ValueError(
-            f"index is for [batch, heads, blocks] {shape}, {index.seq_len} tokens on {device}: the inputs have "
-            f"{(q.shape[0], q.shape[2], layout.num_blocks)}, {layout.seq_len} tokens on {q.device}"
+            f"index is for [batch, heads, blocks] {shape} on {device}: the inputs have {expected} on {q.device}"
         )
-    return index

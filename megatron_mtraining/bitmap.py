@@ -9,7 +9,7 @@ WORD = 64
 
 
 def pack_bits(bits: Tensor) -> Tensor:
-    """bool ``[..., length]`` -> int64 ``[..., ceil(length / 64)]``; missing bits are 0."""
+    """Bool ``[..., length]`` -> int64 ``[..., ceil(length / 64)]``; missing bits are 0."""
     missing = -bits.shape[-1] % WORD
     if missing:
         bits = torch.nn.functional.pad(bits, (0, missing))

@@ -42,7 +42,9 @@ class Selection:
         mass_bits = MASS_UNIT_BITS + last_q.bit_length() + 1
         capped = cap is not None and cap < lines
         tie_rounds = -(-max(lines - 1, 1).bit_length() // digit_bits) if capped else 0
-        return cls(share, cap if capped and cap is not None else -1, digit_bits, -(-mass_bits // digit_bits), tie_rounds)
+        return cls(
+            share, cap if capped and cap is not None else -1, digit_bits, -(-mass_bits // digit_bits), tie_rounds
+        )
 
     @property
     def all_lines(self) -> bool:

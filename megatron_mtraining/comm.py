@@ -34,7 +34,7 @@ Collective = AllReduce | AllGather
 """A collective that a computation waits for: it yields this and is sent the result."""
 
 
-def drive(steps: Generator[Collective, Tensor, Result], group: dist.ProcessGroup | None) -> Result:
+def drive[Result](steps: Generator[Collective, Tensor, Result], group: dist.ProcessGroup | None) -> Result:
     """Runs a computation that yields collectives, on a process group (``None``: a single rank)."""
     try:
         request = next(steps)
@@ -194,10 +194,10 @@ class VirtualExchange:
         transfer = handle.transfer
         sent = self.mailbox[(transfer.channel, transfer.receive_from, self.rank)].pop(0)
         if sent.transfer.sent_chunk != transfer.received_chunk:
-            raise RuntimeError(f"rank {self.rank} expected chunk {transfer.received_chunk}, got {sent.transfer.sent_chunk}")
+            raise RuntimeError(
+                f"rank {self.rank} expected chunk {transfer.received_chunk}, got {sent.transfer.sent_chunk}"
+            )
         handle.receive.copy_(sent.send)
 
 
 Exchange = GroupExchange | VirtualExchange
-
-

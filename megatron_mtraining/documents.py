@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -45,8 +46,8 @@ class Documents:
         padded = real if cu_seqlens_padded is None else [int(x) for x in cu_seqlens_padded]
         if len(real) < 2 or len(real) != len(padded) or real[0] != 0 or padded[0] != 0:
             raise ValueError(f"cu_seqlens={real}, cu_seqlens_padded={padded}: must begin with 0 and have equal lengths")
-        lengths = [b - a for a, b in zip(real, real[1:], strict=False)]
-        spans = [b - a for a, b in zip(padded, padded[1:], strict=False)]
+        lengths = [b - a for a, b in itertools.pairwise(real)]
+        spans = [b - a for a, b in itertools.pairwise(padded)]
         for start, length, span in zip(padded, lengths, spans, strict=False):
             if start % BLOCK:
                 raise ValueError(

@@ -94,8 +94,10 @@ def index_tables(
 
 def column_capacity(documents: Documents, config: MTrainingConfig) -> int:
     """Most columns that an estimated index can keep per head."""
+    if config.dense:
+        return 0
     cap = documents.seq_len if config.max_vertical is None else config.max_vertical + config.sink_tokens
-    return sum(min(span * BLOCK, cap) for span in documents.spans)
+    return min(sum(min(span * BLOCK, cap) for span in documents.spans), documents.num_blocks * BLOCK)
 
 
 def estimate_steps(
@@ -154,7 +156,7 @@ def estimate_steps(
         slash_words | tables.forced_slash,
         words | tables.forced_columns,
         documents,
-        min(column_capacity(documents, config), documents.num_blocks * BLOCK),
+        column_capacity(documents, config),
     )
 
 

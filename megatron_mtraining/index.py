@@ -62,7 +62,9 @@ class VerticalSlashIndex:
             for head, distances in enumerate(heads):
                 positions = vertical[sample][head]
                 if any(not 0 <= d < blocks for d in distances):
-                    raise ValueError(f"slash[{sample}][{head}]={list(distances)}: distances must be from 0 to {blocks - 1}")
+                    raise ValueError(
+                        f"slash[{sample}][{head}]={list(distances)}: distances must be from 0 to {blocks - 1}"
+                    )
                 if any(not 0 <= c < seq_len for c in positions):
                     raise ValueError(
                         f"vertical[{sample}][{head}]={list(positions)}: positions must be from 0 to {seq_len - 1}"
@@ -94,11 +96,11 @@ class VerticalSlashIndex:
         return self.documents.num_blocks
 
     def slash_bits(self) -> Tensor:
-        """bool ``[batch, heads, n]``: entry ``doc_start + d``: distance ``d`` of that document is kept."""
+        """Bool ``[batch, heads, n]``: entry ``doc_start + d``: distance ``d`` of that document is kept."""
         return unpack_bits(self.slash_words, self.num_blocks)
 
     def column_bits(self) -> Tensor:
-        """bool ``[batch, heads, seq_len]``: the kept key positions."""
+        """Bool ``[batch, heads, seq_len]``: the kept key positions."""
         return unpack_bits(self.column_words, self.seq_len)
 
     def block_pairs(self) -> Tensor:
@@ -125,7 +127,7 @@ class VerticalSlashIndex:
         return (self.pairs().double() / (self.seq_len**2 / 2)).mean()
 
     def to_mask(self) -> Tensor:
-        """bool ``[batch, heads, seq_len, seq_len]``: which key each query attends. For small sequences."""
+        """Bool ``[batch, heads, seq_len, seq_len]``: which key each query attends. For small sequences."""
         position = torch.arange(self.seq_len, device=self.slash_words.device)
         block = position // BLOCK
         start = document_table(self.documents, "doc_start", self.slash_words.device).long()[block]

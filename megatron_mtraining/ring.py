@@ -57,18 +57,18 @@ class RingCall:
         words = self.index.slash_words
         return words, document_table(self.index.documents, "doc_start", words.device), self.blocks(self.cp_rank)
 
-    @property
-    def compact_capacity(self) -> int:
-        """Slots of the compact keys of the whole sequence, a multiple of 64; 0 if it keeps no column or they do not fit."""
-        capacity = -(-self.index.column_capacity // BLOCK) * BLOCK
-        return capacity if capacity <= self.config.max_compact_columns else 0
-
     def column_pieces(self, chunk: int) -> Iterator[Tensor]:
         """The kept columns of one chunk in pieces of at most ``max_compact_columns`` slots: int32 ``[batch, heads, slots]``."""
         most = min(self.index.column_capacity, self.layout.local_blocks * BLOCK)
         size = min(-(-most // BLOCK) * BLOCK, self.config.max_compact_columns)
         for first in range(0, most, max(size, 1)):
             yield self.ops.list_columns(self.index.column_words, self.blocks(chunk), size, first)[0]
+
+
+def compact_capacity(column_capacity: int, config: MTrainingConfig) -> int:
+    """Slots of the compact keys of the whole sequence, a multiple of 64; 0 if it keeps no column or they do not fit."""
+    capacity = -(-column_capacity // BLOCK) * BLOCK
+    return capacity if capacity <= config.max_compact_columns else 0
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class RingForward:
         self.kept: Tensor | None = None
 
     def _whole_columns(self) -> Columns | None:
-        capacity = self.call.compact_capacity
+        capacity = compact_capacity(self.call.index.column_capacity, self.call.config)
         if not capacity:
             return None
         index = self.call.index
@@ -253,7 +253,7 @@ class Saved:
 
 
 class RingBackward:
-    """Backward pass of one rank. After the last step: ``dq``, ``dk``, ``dv`` in the dtype of q."""
+    """Backward pass of one rank. After the last step :meth:`gradients` has dQ, dK and dV."""
 
     def __init__(self, call: RingCall, saved: Saved, dout: Tensor) -> None:
         self.call, self.saved, self.dout = call, saved, dout
@@ -346,11 +346,10 @@ class RingBackward:
                 self._outer = pending
         self._ring.advance(step)
 
-    def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
-        """``(dq, dk, dv)`` after the last step, rounded once."""
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """``(dq, dk | dv)`` after the last step, rounded once; ``dk | dv`` is ``[2, batch, seq, kv_heads, dim]``."""
         assert self._sum is not None
-        dtype = self.saved.q.dtype
-        return self._dq.to(dtype), self._sum[0].to(dtype), self._sum[1].to(dtype)
+        return self._dq.to(self.saved.q.dtype), self._sum.to(self.saved.q.dtype)
 
 
 def run(ranks: Sequence[RingForward] | Sequence[RingBackward]) -> None:

@@ -8,14 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention import (
-    AttentionAux,
-    check_index,
-    check_inputs,
-    pad_to_blocks,
-    save_ring,
-    saved_ring,
-)
+from .attention import SINGLE, AttentionAux, check_words, make_context, pad_to_blocks
 from .comm import Collective, Result, VirtualExchange, combine
 from .config import MTrainingConfig
 from .documents import Documents
@@ -23,9 +16,7 @@ from .estimate import estimate_steps
 from .index import VerticalSlashIndex
 from .layout import Layout
 from .ops import operators
-from .ring import RingBackward, RingCall, RingForward, run
-
-SAVED_PER_RING = 9
+from .ring import Columns, RingBackward, RingCall, RingForward, Saved, run
 
 
 def run_virtual(
@@ -57,22 +48,30 @@ def run_virtual(
     inner_size = inner_size or size
     if size % inner_size:
         raise ValueError(f"inner_size={inner_size}: must divide cp_size={size}")
-    parts = [[layout.shard(x, rank) for rank in range(size)] for x in (q, k, v)]
-    check_inputs(parts[0][0], parts[1][0], parts[2][0], config, layout, size)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    whole = Layout.contiguous(layout.seq_len, 1)
+    capacity = None if index is None else index.column_capacity
+    documents = index.documents if index is not None else documents
+    context = make_context(
+        q, k, v, config, SINGLE, capacity=capacity, layout=whole, softmax_scale=softmax_scale, documents=documents
+    )
     if index is None:
         index = estimate_virtual(
-            q, k, layout=layout, config=config, documents=documents, softmax_scale=scale, check_same=True
+            q,
+            k,
+            layout=layout,
+            config=config,
+            documents=context.documents,
+            softmax_scale=context.scale,
+            check_same=True,
         )
-    check_index(index, q, layout)
+    check_words((index.slash_words, index.column_words), q, context)
     mailbox: dict[Any, Any] = {}
+    ops = operators(config.kernel, q)
     calls = [
-        RingCall(
-            index, layout, config, scale, rank, inner_size, operators(config.kernel, q), VirtualExchange(mailbox, rank)
-        )
+        RingCall(index, layout, config, context.scale, rank, inner_size, ops, VirtualExchange(mailbox, rank))
         for rank in range(size)
     ]
-    flat = [pad_to_blocks(x) for part in parts for x in part]
+    flat = [pad_to_blocks(layout.shard(x, rank)) for x in (q, k, v) for rank in range(size)]
     results = VirtualRing.apply(calls, *flat)
     out = layout.unshard([x[:, : layout.local_seq_len] for x in results[:size]])
     if not return_aux:
@@ -152,27 +151,29 @@ class VirtualRing(torch.autograd.Function):
         size = len(calls)
         rings = [RingForward(calls[r], parts[r], parts[size + r], parts[2 * size + r]) for r in range(size)]
         run(rings)
-        save_ring(ctx, *rings)
-        ctx.calls = calls
+        ctx.rings = rings
         ctx.mark_non_differentiable(*(ring.lse for ring in rings))
         return (*(ring.out for ring in rings), *(ring.lse for ring in rings))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Runs the backward rings of all ranks in lockstep."""
-        saved = ctx.saved_tensors
         rings = [
-            RingBackward(call, saved_ring(saved[r * SAVED_PER_RING : (r + 1) * SAVED_PER_RING]), grads[r].contiguous())
-            for r, call in enumerate(ctx.calls)
+            RingBackward(ring.call, saved_of(ring), grad.contiguous())
+            for ring, grad in zip(ctx.rings, grads[: len(ctx.rings)], strict=True)
         ]
         run(rings)
         gradients = [ring.gradients() for ring in rings]
-        return (None, *(g[0] for g in gradients), *(g[1] for g in gradients), *(g[2] for g in gradients))
+        return (None, *(g[0] for g in gradients), *(g[1][0] for g in gradients), *(g[1][1] for g in gradients))
 
 
-def oracle(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, softmax_scale: float | None = None
-) -> tuple[Tensor, Tensor]:
+def saved_of(ring: RingForward) -> Saved:
+    """What backward needs of a forward ring."""
+    columns: Columns | None = ring.columns if ring.call.config.vertical_backward == "save" else None
+    return Saved(ring.q, ring.k, ring.v, ring.out, ring.lse, ring.kept, columns)
+
+
+def oracle(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, softmax_scale: float | None = None) -> tuple[Tensor, Tensor]:
     """Dense attention under a mask, in fp64, with plain autograd.
 
     Args:

@@ -48,7 +48,9 @@ def _cuda_of_nvcc(nvcc: str) -> str:
 def check_cuda(nvcc: str | None) -> None:
     """End the build with one message unless `nvcc` and the torch of this environment can build the CUDA library."""
     if nvcc is None:
-        _stop(f"nvcc not found (CUDACXX, CUDA_HOME and CUDA_PATH unset or wrong, not on PATH): set CUDA_HOME, {_WITHOUT}")
+        _stop(
+            f"nvcc not found (CUDACXX, CUDA_HOME and CUDA_PATH unset or wrong, not on PATH): set CUDA_HOME, {_WITHOUT}"
+        )
         return
     probe = "import torch; print(torch.__version__, torch.version.cuda)"
     run = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
@@ -59,30 +61,42 @@ def check_cuda(nvcc: str | None) -> None:
         )
     torch_version, torch_cuda = run.stdout.split()
     nvcc_cuda = _cuda_of_nvcc(nvcc)
-    if torch_cuda == "None":
-        _stop(f"torch {torch_version} is built without CUDA: install a CUDA build of torch, {_WITHOUT}")
-    if torch_cuda.split(".")[0] != nvcc_cuda.split(".")[0]:
+    if torch_cuda != "None" and torch_cuda.split(".")[0] != nvcc_cuda.split(".")[0]:
         _stop(
             f"{nvcc} is CUDA {nvcc_cuda}, torch {torch_version} is built with CUDA {torch_cuda}: the major versions "
             f"must agree (set CUDA_HOME to a CUDA {torch_cuda.split('.')[0]} toolkit), {_WITHOUT}"
         )
 
 
-def _decide(settings: Settings) -> Settings:
-    """The settings for scikit-build-core, with MTRAINING_CUDA resolved to ON (checked) or to no CMake at all."""
-    settings = dict(settings or {})
-    choice = str(settings.get(_SETTING, "AUTO")).upper()
+def _choice(settings: Settings) -> str:
+    choice = str((settings or {}).get(_SETTING, "AUTO")).upper()
     if choice not in _CHOICES:
         _stop(f"MTRAINING_CUDA={choice}: must be one of {', '.join(_CHOICES)}")
-    nvcc = find_nvcc()
+    return choice
+
+
+def _pure(settings: Settings) -> dict[str, Any]:
+    """The settings for scikit-build-core without CMake."""
+    return {name: value for name, value in (settings or {}).items() if name != _SETTING} | {"wheel.cmake": "false"}
+
+
+def _decide(settings: Settings) -> dict[str, Any]:
+    """The settings of a wheel: with MTRAINING_CUDA ON (checked), or without CMake."""
+    choice, nvcc = _choice(settings), find_nvcc()
     if choice == "OFF" or (choice == "AUTO" and nvcc is None):
-        settings.pop(_SETTING, None)
-        settings["wheel.cmake"] = "false"
-        return settings
+        return _pure(settings)
     check_cuda(nvcc)
+    settings = dict(settings or {})
     settings[_SETTING] = "ON"
     settings["cmake.define.CMAKE_CUDA_COMPILER"] = str(nvcc)
     return settings
+
+
+def _decide_editable(settings: Settings) -> dict[str, Any]:
+    """The settings of an editable install: the CUDA library lies in the source tree, where `make cuda` builds it."""
+    if _choice(settings) == "ON":
+        _stop("an editable install does not build the CUDA library: leave MTRAINING_CUDA out, then run make cuda")
+    return _pure(settings)
 
 
 def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
@@ -91,8 +105,8 @@ def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
 
 
 def get_requires_for_build_editable(config_settings: Settings = None) -> list[str]:
-    """PEP 660: as for a wheel."""
-    return list(_backend.get_requires_for_build_editable(_decide(config_settings)))
+    """PEP 660: nothing beyond scikit-build-core."""
+    return list(_backend.get_requires_for_build_editable(_decide_editable(config_settings)))
 
 
 def get_requires_for_build_sdist(config_settings: Settings = None) -> list[str]:
@@ -108,8 +122,8 @@ def build_wheel(wheel_directory: str, config_settings: Settings = None, metadata
 def build_editable(
     wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
 ) -> str:
-    """PEP 660: an editable install, with or without the CUDA library."""
-    return _backend.build_editable(wheel_directory, _decide(config_settings), metadata_directory)
+    """PEP 660: an editable install."""
+    return _backend.build_editable(wheel_directory, _decide_editable(config_settings), metadata_directory)
 
 
 def build_sdist(sdist_directory: str, config_settings: Settings = None) -> str:

@@ -14,6 +14,7 @@ import time
 import venv
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 TAIL_LINES = 15
@@ -36,11 +37,13 @@ def run_pip(python: Path, log: Path, arguments: Sequence[str]) -> None:
                 show(line.strip()[:110])
         code = process.wait()
     if code != 0:
-        tail = "\n".join(log.read_text().splitlines()[-TAIL_LINES:])
-        raise SystemExit(
-            f"{tail}\n[setup] Installation failed (pip exit {code}). The lines above are the end of {log}; "
-            "check the network and the free disk space (8 GB), then run make again."
-        )
+        fail(log, f"Installation failed (pip exit {code})", "check the network and the free disk space (8 GB)")
+
+
+def fail(log: Path, what: str, advice: str) -> NoReturn:
+    """End with the log's last lines, what failed and what to do."""
+    tail = "\n".join(log.read_text().splitlines()[-TAIL_LINES:])
+    raise SystemExit(f"{tail}\n[setup] {what}. The lines above are the end of {log}; {advice}, then run make again.")
 
 
 def has_gpu() -> bool:
@@ -68,11 +71,21 @@ def install(folder: Path, cuda: str) -> None:
     log.write_text("")
     constraints = ["-c", "constraints.txt"]
     show("installing torch, megatron-core and the tools (about 3 GB to download; minutes)")
-    requirements = ["scikit-build-core", "torch"] + (["cmake", "ninja", "nvidia-cutlass"] if cuda == "ON" else [])
-    run_pip(python, log, [*constraints, *requirements])
-    show("building the CUDA library (minutes)" if cuda == "ON" else "installing the project without the CUDA library")
-    project = ["--no-build-isolation", "-C", f"cmake.define.MTRAINING_CUDA={cuda}", "-e", ".[dev]"]
-    run_pip(python, log, [*constraints, *project])
+    run_pip(python, log, [*constraints, "scikit-build-core", "torch"])
+    run_pip(python, log, [*constraints, "--no-build-isolation", "-e", ".[dev]"])
+    if cuda == "ON":
+        run_pip(python, log, [*constraints, "cmake", "ninja"])
+        build_cuda(folder, log)
+
+
+def build_cuda(folder: Path, log: Path) -> None:
+    """Build the CUDA library into the source tree, where an editable install looks for it."""
+    show("building the CUDA library (minutes)")
+    build = ["make", "cuda", f"VENV={folder}"]
+    with log.open("a") as file:
+        code = subprocess.run(build, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, check=False).returncode
+    if code != 0:
+        fail(log, "Building the CUDA library failed", "or set up without it: make setup CUDA=OFF")
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def accept_compiled_helpers() -> bool:
-    """Replace Megatron's `compile_helpers` by an import check if there is no Makefile to run. Returns whether it did."""
+    """Replace Megatron's `compile_helpers` by an import check if there is no Makefile; returns whether it did."""
     from megatron.core.datasets import utils as dataset_utils
 
     if (Path(dataset_utils.__file__).parent / "Makefile").exists():

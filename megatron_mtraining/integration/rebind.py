@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable
@@ -40,20 +41,25 @@ def rebind(module_name: str, function_name: str, replacement: Any) -> Rebinding:
         AttributeError: if the module has no such function.
     """
     original = getattr(importlib.import_module(module_name), function_name)
-    done = Rebinding(original, replacement)
+
+    # A function of its own, so that undoing finds those who have it from Megatron, and no others.
+    @functools.wraps(original)
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        return replacement(*args, **kwargs)
+
+    done = Rebinding(original, stand_in)
     for module, name in _holders(original):
-        setattr(module, name, replacement)
+        setattr(module, name, stand_in)
         done.places.append((module, name))
     return done
 
 
 def _holders(function: Any) -> list[tuple[ModuleType, str]]:
-    """The loaded modules (the running script included, this package not) with a global that is ``function``."""
-    package = __name__.partition(".")[0]
+    """The loaded modules (the running script included) with a global that is ``function``."""
     return [
         (module, name)
-        for loaded_as, module in list(sys.modules.items())
-        if isinstance(module, ModuleType) and loaded_as.partition(".")[0] != package
+        for module in list(sys.modules.values())
+        if isinstance(module, ModuleType)
         for name, value in list(vars(module).items())
         if value is function
     ]

@@ -17,11 +17,10 @@ def swap_core_attention(spec: Any, core_attention: Any) -> tuple[Any, int]:
     """A copy of ``spec`` in which every causal self-attention has ``core_attention`` as its core.
 
     The spec is walked through ``ModuleSpec``, ``functools.partial``, the dataclasses of submodules, lists and tuples.
-    Nothing
-    of the given spec is changed: specs are often module-level objects that several models share.
+    Nothing of the given spec is changed: specs are often module-level objects that several models share.
 
-    A core attention that has submodules of its own (an indexer, say) belongs to another kind of attention and is left
-    alone; the check after building reports it.
+    A spec that already builds the same module stays, with its own config. A core attention that has submodules of its
+    own (an indexer, say) belongs to another kind of attention and is left alone; the check after building reports it.
 
     Args:
         spec: a module spec, or whatever a Megatron model takes as one.
@@ -34,7 +33,8 @@ def swap_core_attention(spec: Any, core_attention: Any) -> tuple[Any, int]:
 
     def swap_in(submodules: Any, params: dict[str, Any]) -> Any:
         nonlocal swaps
-        if _is_causal_self_attention(submodules, params):
+        is_ours = _same_module(getattr(submodules, CORE_ATTENTION, None), core_attention)
+        if _is_causal_self_attention(submodules, params) and not is_ours:
             swaps += 1
             submodules = dataclasses.replace(submodules, core_attention=core_attention)
         return submodules
@@ -66,6 +66,11 @@ def _is_causal_self_attention(submodules: Any, params: dict[str, Any]) -> bool:
     if getattr(core, "submodules", None) is not None:
         return False
     return params.get("attn_mask_type") == AttnMaskType.causal
+
+
+def _same_module(core: Any, other: Any) -> bool:
+    """Whether two specs (or classes) build the same class; a spec with a config of its own is then kept."""
+    return getattr(core, "module", core) is getattr(other, "module", other)
 
 
 def _with(spec: ModuleSpec, submodules: Any) -> ModuleSpec:

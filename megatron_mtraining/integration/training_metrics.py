@@ -1,7 +1,7 @@
 """What training with sparse attention shows of itself: one line of metrics per logging interval of Megatron.
 
-`--mtraining-metrics FILE` appends each line to FILE as JSON and prints it; with Megatron's `--tensorboard-dir` the numbers
-also go to TensorBoard, below `mtraining/`. A line has
+`--mtraining-metrics FILE` appends each line to FILE as JSON and prints it; with Megatron's `--tensorboard-dir` the
+numbers also go to TensorBoard, below `mtraining/`. A line has
 
 - `step`, `loss` (mean over the interval's steps), `tokens_per_s` (all ranks together, wall clock);
 - `density` and `density_by_layer`: pairs worked off over causal pairs (dense attention: 1 + 64 / sequence length);
@@ -94,7 +94,8 @@ def _gather(summary: dict[str, Any]) -> list[dict[str, Any]]:
 def merge_ranks(summaries: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
     """The summaries of all ranks as one: means over the ranks that hold a layer.
 
-    Context-parallel ranks agree on everything but time; tensor-parallel ranks hold other heads, pipeline stages other layers.
+    Context-parallel ranks agree on everything but time; tensor-parallel ranks hold other heads, pipeline stages other
+    layers.
 
     Args:
         summaries: what `Recorder.summary` gave on each rank.

@@ -16,7 +16,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_mtraining import Documents, Layout, MTrainingConfig, VerticalSlashIndex, estimate_index, mtraining_attention
+from megatron_mtraining import (
+    Documents,
+    Layout,
+    MTrainingConfig,
+    VerticalSlashIndex,
+    estimate_index,
+    mtraining_attention,
+)
 from megatron_mtraining.testing import estimate_virtual, run_virtual
 
 CASES: dict[str, Callable[[], None]] = {}
@@ -65,7 +72,11 @@ def check(layout: Layout, cp_group=None, inner=None, outer=None, seed: int = 0, 
     found = [out, *torch.autograd.grad(out, leaves, layout.shard(tensors[3], rank))]
     whole_leaves = [x.clone().requires_grad_() for x in tensors[:3]]
     expected_out, expected_aux = run_virtual(
-        *whole_leaves, layout=layout, inner_size=dist.get_world_size(inner) if inner else None, return_aux=True, **options
+        *whole_leaves,
+        layout=layout,
+        inner_size=dist.get_world_size(inner) if inner else None,
+        return_aux=True,
+        **options,
     )
     assert torch.equal(aux.index.slash_words, expected_aux.index.slash_words), "slash lines differ"
     assert torch.equal(aux.index.column_words, expected_aux.index.column_words), "columns differ"

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from .distributed_worker import CASES
 
@@ -48,11 +49,22 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[st
     return Lazy(found)
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(
-    "world", [pytest.param(2, marks=pytest.mark.full), 4, pytest.param(8, marks=pytest.mark.full)]
-)
-def test_ranks(outcomes: dict[int, list[dict[str, str]]], world: int, name: str) -> None:
+def check(outcomes: dict[int, list[dict[str, str]]], world: int, name: str) -> None:
     for rank, outcome in enumerate(outcomes[world]):
         result = outcome.get(name, "did not end: it waited, or an earlier case failed")
         assert result == "passed", f"rank {rank} of {world}:\n{result}"
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 4, pytest.param(8, marks=pytest.mark.full)])
+def test_ranks(outcomes: dict[int, list[dict[str, str]]], world: int, name: str) -> None:
+    check(outcomes, world, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_on_nccl(outcomes: dict[int, list[dict[str, str]]], world: int, name: str) -> None:
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    check(outcomes, world, name)

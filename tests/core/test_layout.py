@@ -64,9 +64,9 @@ def test_a_length_fits_or_the_nearest_are_named(seq_len: int, cp_size: int, stri
         nearest = [int(word) for word in str(error.value).split("nearest: ")[1].split(" or ")]
         for length in nearest:
             make(length)
-        assert min(abs(length - seq_len) for length in nearest) == min(seq_len % unit or unit, unit - seq_len % unit) or (
-            seq_len < unit
-        )
+        assert min(abs(length - seq_len) for length in nearest) == min(
+            seq_len % unit or unit, unit - seq_len % unit
+        ) or (seq_len < unit)
 
 
 def test_one_rank_takes_any_length() -> None:

@@ -47,7 +47,18 @@ def test_a_step_without_work_is_zero_and_minus_infinity() -> None:  # B2
         forward(q, k[None], v[None], index, q_blocks, kv_blocks[None], partial=partial, lse=lse)
         assert (partial == 0).all() and (lse == -INF).all()
         final = torch.full_like(q, float("nan"))
-        forward(q, k[None], v[None], index, q_blocks, kv_blocks[None], partial=partial, lse=lse, final=final, accumulate=True)
+        forward(
+            q,
+            k[None],
+            v[None],
+            index,
+            q_blocks,
+            kv_blocks[None],
+            partial=partial,
+            lse=lse,
+            final=final,
+            accumulate=True,
+        )
         assert (final == 0).all() and (lse == -INF).all()
 
 

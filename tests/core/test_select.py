@@ -32,7 +32,9 @@ def by_sorting(mass: list[int], ties: list[int], share: Fraction, cap: int | Non
     return set(kept if cap is None else kept[:cap])
 
 
-def select(mass: torch.Tensor, segment: torch.Tensor, tie: torch.Tensor, share: Fraction, cap: int | None) -> torch.Tensor:
+def select(
+    mass: torch.Tensor, segment: torch.Tensor, tie: torch.Tensor, share: Fraction, cap: int | None
+) -> torch.Tensor:
     documents = int(segment.max()) + 1
     plan = Selection.make(share, cap, last_q=64, lines=mass.shape[-1], documents=documents)
     words = drive(select_lines(mass, segment, tie, plan, documents, OPS, shared=True), None)
@@ -51,7 +53,11 @@ def test_selection_is_the_definition(mass: list[int], p: str, cap: int | None, l
     ties = list(range(n)) if later_wins else list(range(n))[::-1]
     share = Fraction(p)
     kept = select(
-        torch.tensor(mass)[None, None], torch.zeros(n, dtype=torch.int32), torch.tensor(ties, dtype=torch.int32), share, cap
+        torch.tensor(mass)[None, None],
+        torch.zeros(n, dtype=torch.int32),
+        torch.tensor(ties, dtype=torch.int32),
+        share,
+        cap,
     )[0, 0]
     assert set(kept.nonzero().flatten().tolist()) == by_sorting(mass, ties, share, cap)
 

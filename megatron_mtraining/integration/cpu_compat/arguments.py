@@ -47,9 +47,8 @@ def complete_arguments(argv: list[str]) -> list[str]:
         if needed.flag not in given:
             added += [needed.flag] if needed.value is None else [needed.flag, needed.value]
         elif needed.value is not None and given[needed.flag] != needed.value:
-            raise ValueError(
-                f"{needed.flag} {given[needed.flag]} does not work on the CPU: {OPTION} needs {needed.flag} {needed.value}"
-            )
+            wrong = f"{needed.flag} {given[needed.flag]}"
+            raise ValueError(f"{wrong} does not work on the CPU: {OPTION} needs {needed.flag} {needed.value}")
     return argv + added
 
 

@@ -116,9 +116,9 @@ def _replacements() -> dict[str, Any]:
         "IntTensor": torch.IntTensor,
         "LongTensor": torch.LongTensor,
         "ByteTensor": torch.ByteTensor,
-        **{name: _zero for name in memory_numbers},
-        **{name: _nothing for name in ("set_device", "set_stream", "synchronize", "empty_cache", "ipc_collect")},
-        **{name: _nothing for name in ("reset_peak_memory_stats", "reset_max_memory_allocated")},
+        **dict.fromkeys(memory_numbers, _zero),
+        **dict.fromkeys(("set_device", "set_stream", "synchronize", "empty_cache", "ipc_collect"), _nothing),
+        **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated"), _nothing),
     }
 
 
@@ -178,6 +178,8 @@ def install() -> None:
     for name, replacement in _replacements().items():
         setattr(torch.cuda, name, replacement)
     torch.nn.Module.cuda = lambda module, device=None: module  # type: ignore[method-assign,assignment]
-    torch.compiler.set_stance("force_eager")  # Megatron decorates its fusions with torch.compile, which needs a compiler
+    torch.compiler.set_stance(
+        "force_eager"
+    )  # Megatron decorates its fusions with torch.compile, which needs a compiler
     _mode = _CudaMeansCpu()
     _mode.__enter__()

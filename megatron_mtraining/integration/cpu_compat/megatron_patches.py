@@ -40,7 +40,7 @@ def apply() -> None:
     rng._set_cuda_rng_state = lambda state, *_args, **_kwargs: torch.set_rng_state(state)
     logging.getLogger(rng.__name__).addFilter(_is_no_rng_warning)
     if os.environ.get("RANK", "0") == "0":
-        print("> mtraining: no GPU; Megatron runs on the CPU over gloo (--mtraining-cpu)", flush=True)
+        print("> megatron_mtraining: no GPU; Megatron runs on the CPU over gloo (--mtraining-cpu)", flush=True)
 
 
 def _with_one_device(function: Callable[..., Any]) -> Callable[..., Any]:

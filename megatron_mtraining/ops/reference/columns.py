@@ -77,9 +77,7 @@ class ColumnWork:
     slots: Tensor
 
 
-def column_work(
-    column_list: Tensor, slash_words: Tensor, doc_start: Tensor, q_blocks: Tensor
-) -> Iterator[ColumnWork]:
+def column_work(column_list: Tensor, slash_words: Tensor, doc_start: Tensor, q_blocks: Tensor) -> Iterator[ColumnWork]:
     """The kept (row block, columns) of every head; ``query`` is the flat index of the row block, shape ``[1]``."""
     batch, heads, capacity = column_list.shape
     if not capacity:

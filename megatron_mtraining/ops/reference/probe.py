@@ -38,7 +38,7 @@ def _scores(
 ) -> Iterator[ProbeScores]:
     """Scores tile by tile. Each is a product of 64 x dim by dim x 64 matrices wherever the key block lies: same bits."""
     dtype = accumulator_dtype(k)
-    batch, tiles, _, heads, dim = probe_q.shape
+    batch, _tiles, _, heads, dim = probe_q.shape
     group = heads // k.shape[2]
     keys = k.to(dtype).unflatten(1, (-1, BLOCK)).permute(0, 3, 1, 2, 4)
     position, starts = kv_blocks.long(), doc_start.long()
