@@ -184,7 +184,9 @@ def device_arguments(options: TrainOptions) -> list[str]:
         return ["--mtraining-cpu"]
     arguments = ["--bf16"]
     if importlib.util.find_spec("transformer_engine") is None:
-        arguments += shlex.split("--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion")
+        arguments += shlex.split(
+            "--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion --no-rope-fusion"
+        )
     return arguments
 
 
@@ -208,8 +210,10 @@ def training_command(options: TrainOptions, prefix: str) -> list[str]:
 
 
 def environment(nproc: int) -> dict[str, str]:
-    """What the command needs in its environment: the cores shared out among the processes."""
-    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc))}
+    """What the command needs in its environment: the cores shared out among the processes; on GPUs, Megatron asks for
+    one connection where it overlaps context parallelism (architectures up to Hopper).
+    """
+    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc)), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
 def relative_python() -> str:
