@@ -97,9 +97,21 @@ def parse_options(argv: list[str], gpus: int) -> TrainOptions:
         extra=tuple(shlex.split(given.extra)),
         gpus=gpus,
     )
-    if options.resume and not (options.checkpoint / "latest_checkpointed_iteration.txt").exists():
-        raise OptionError(f"RESUME=1: {options.checkpoint} holds no checkpoint (NAME={name})")
+    if options.resume:
+        _check_resumable(options)
     return options
+
+
+def _check_resumable(options: TrainOptions) -> None:
+    """Raise OptionError unless the run has a checkpoint from before its last step."""
+    tracker = options.checkpoint / "latest_checkpointed_iteration.txt"
+    if not tracker.exists():
+        raise OptionError(f"RESUME=1: {options.checkpoint} holds no checkpoint (NAME={options.name})")
+    done = int(tracker.read_text())
+    if done >= options.steps:
+        raise OptionError(
+            f"STEPS={options.steps}: the checkpoint of {options.name} is at step {done}; ask for more steps"
+        )
 
 
 def _positive(name: str, text: str) -> int:
