@@ -100,27 +100,34 @@ class Bench:
         self.add(problem, impl, kind, ms, flops, **more)
 
     def index(self, problem: Problem) -> None:
-        """Index estimation of the whole sequence."""
+        """Index estimation of the whole sequence: launched from Python, and as a graph (the device's time alone)."""
         q, k, _, _ = problem.tensors()
-        scores = problem.heads * problem.head_dim * 64 * problem.seq_len
-        for kernel in self.kernels[:1]:  # the index kernels are the same for every target
-            memory = peak_mib(lambda kernel=kernel: ours.estimate(q, k, kernel))  # type: ignore[misc]
-            ms = median_ms(lambda kernel=kernel: ours.estimate(q, k, kernel), repeats=20)  # type: ignore[misc]
-            self.add(problem, "mtraining", "index", ms, 2.0 * scores * 3, peak_mib=round(memory, 1))
+        flops = 3 * 2.0 * problem.heads * problem.head_dim * 64 * problem.seq_len
+        kernel = self.kernels[0]  # the index kernels are the same for every target
+
+        def estimate() -> VerticalSlashIndex:
+            return ours.estimate(q, k, kernel)
+
+        memory = round(peak_mib(estimate), 1)
+        self.add(problem, "mtraining", "index", median_ms(estimate, repeats=20), flops, peak_mib=memory)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            estimate()
+        self.add(problem, "mtraining-graph", "index", median_ms(graph.replay, repeats=20), flops, peak_mib=memory)
 
     def share(self, problem: Problem, index: VerticalSlashIndex, cp_size: int) -> None:
         """One rank's share of a ring: real chunk shapes, all ring steps, no traffic; and the same in fewer launches."""
         layout = Layout.striped(problem.seq_len, cp_size)
         q, k, v, dout = problem.tensors()
         rank = cp_size // 2
-        parts = [torch.stack([layout.shard(x, r) for r in range(cp_size)]) for x in (k, v)]
+        chunk_k, chunk_v = (torch.stack([layout.shard(x, r) for r in range(cp_size)]) for x in (k, v))
         local_q, local_dout = layout.shard(q, rank), layout.shard(dout, rank)
         del q, k, v, dout
         flops = problem.head_dim * share_pairs(index, layout, rank)
         for kernel in self.kernels:
             for per_launch in sorted({1, min(4, cp_size), cp_size}):
                 share = ours.Share(
-                    local_q, *parts, local_dout, index, layout, rank, kernel, chunks_per_launch=per_launch
+                    local_q, chunk_k, chunk_v, local_dout, index, layout, rank, kernel, chunks_per_launch=per_launch
                 )
                 more = {
                     "cp_size": cp_size,
@@ -166,6 +173,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--kernels", nargs="+", default=None, help="sm80, sm90 (default: all that run here)")
     parser.add_argument("--cp-sizes", type=int, nargs="*", default=[8, 32], help="shares of one rank, longest seq_len")
+    parser.add_argument(
+        "--longest-dense", type=int, default=131072, help="longest sequence for the other implementations"
+    )
     parser.add_argument("--no-peers", action="store_true", help="ours alone")
     parser.add_argument("--deterministic-only", action="store_true", help="skip the fast mode of backward")
     parser.add_argument("--out", type=Path, default=None, help="folder of the JSON and Markdown results")
@@ -191,13 +201,13 @@ def main() -> None:
 
 def run_shape(bench: Bench, shape: Problem, args: argparse.Namespace) -> None:
     """All densities of one shape."""
-    dense = bench.dense(shape) if bench.with_peers else {}
+    dense = bench.dense(shape) if bench.with_peers and shape.seq_len <= args.longest_dense else {}
     bench.index(shape)
     for density in args.densities:
         problem = Problem(shape.seq_len, shape.heads, shape.kv_heads, shape.head_dim, density or None)
         index = problem.index()
         bench.ours(problem, index, dense)
-        if bench.with_peers and not density:
+        if dense and not density:
             bench.flex(problem, index)
         if not density and shape.seq_len == max(args.seq_lens):
             for cp_size in args.cp_sizes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,11 +62,12 @@ def flex_slash(problem: Problem, index: VerticalSlashIndex) -> tuple[Callable[..
     block_mask = BlockMask.from_kv_blocks(
         *compact(diagonal), *compact(full), BLOCK_SIZE=FLEX_BLOCK, mask_mod=lambda b, h, q, k: q >= k
     )
-    compiled = torch.compile(flex_attention, dynamic=False)
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
     pairs = float(mask.sum()) * FLEX_BLOCK**2
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return compiled(q, k, v, block_mask=block_mask, enable_gqa=True)
+        out: Tensor = compiled(q, k, v, block_mask=block_mask, enable_gqa=True)
+        return out
 
     return attend, pairs
 

@@ -157,7 +157,7 @@ Tensor delta(Tensor out, Tensor dout) {
     const Arguments a("attention_delta", out);
     DeltaParams p;
     p.dtype = a.half(out, "out");
-    check(out.dim() == 4 && out.size(3) % 8 == 0, a.op(), ": out must be [batch, rows, heads, a multiple of 8]");
+    check(out.dim() == 4, a.op(), ": out must be [batch, rows, heads, head_dim]");
     const ScalarType half = scalar_type(p.dtype);
     p.out = rows<const void>(a, out, "out", half, {kAny, kAny, kAny, kAny});
     p.dout = rows<const void>(a, dout, "dout", half, {out.size(0), out.size(1), out.size(2), out.size(3)});

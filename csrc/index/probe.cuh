@@ -52,12 +52,34 @@ struct Place {
     __device__ __forceinline__ int head(int which) const { return first_head + (second ? which : 0); }
 };
 
-// rint(exp(s - maximum) * 2^32), exact as a float; 0 for NaN and for rows without a maximum.
-__device__ __forceinline__ float weight(float s, float maximum) {
-    const float y = device::exp2_fast(__fmul_rn(__fsub_rn(s, maximum), device::kLog2e)) * kUnit;
+// exp(s - maximum) * 2^32, not yet rounded; 0 for NaN and for rows without a maximum.
+__device__ __forceinline__ float raw_weight(float s, float maximum) {
+    return fmaxf(device::exp2_fast(__fmul_rn(__fsub_rn(s, maximum), device::kLog2e)) * kUnit, 0.0f);
+}
+
+// Sums rint(raw weight) exactly in two floats: multiples of 4096, and what is left of each, rounded. The remainder alone
+// has a fraction, so rounding it rounds the weight. The conversion to a double would cost the special-function pipe,
+// which the exponentials fill, one more operation each.
+struct WeightSum {
+    float high = 0, low = 0;  // of at most 16 weights: below 2^24 and 2^16 in their units
+
+    __device__ __forceinline__ void add(float weight) {
+        constexpr float kInteger = 12582912.0f;  // 1.5 * 2^23: adding and subtracting it rounds to an integer
+        const float multiple = __fsub_rn(__fmaf_rn(weight, 1.0f / 4096, kInteger), kInteger);
+        const float rest = __fmaf_rn(multiple, -4096.0f, weight);
+        high += multiple;
+        low += __fsub_rn(__fadd_rn(rest, kInteger), kInteger);
+    }
+    __device__ __forceinline__ double total() const { return fma(static_cast<double>(high), 4096.0, static_cast<double>(low)); }
+};
+
+// rint(raw weight) as a double. Integers of floats are spread to the format of doubles by shifts, for the same reason;
+// zero becomes 2^-127, which every product below rounds to zero again.
+__device__ __forceinline__ double weight_as_double(float weight) {
     constexpr float kInteger = 8388608.0f;  // 2^23: floats from here on are integers
-    const float rounded = __fsub_rn(__fadd_rn(y, kInteger), kInteger);
-    return y >= kInteger ? y : (y == y ? rounded : 0.0f);
+    const float rounded = __fsub_rn(__fadd_rn(weight, kInteger), kInteger);
+    const uint32_t bits = __float_as_uint(weight >= kInteger ? weight : rounded);
+    return __hiloint2double(static_cast<int>((bits >> 3) + 0x38000000u), static_cast<int>(bits << 29));
 }
 
 __device__ __forceinline__ void atomic_max(float* address, float value) {
@@ -186,9 +208,14 @@ struct Probe {
 #pragma unroll
             for (int m = 0; m < kM; ++m)
 #pragma unroll
-                for (int n = 0; n < 8; ++n)
+                for (int r = 0; r < 2; ++r) {
+                    WeightSum weights;
 #pragma unroll
-                    for (int e = 0; e < 4; ++e) sum[m][e >> 1] += weight(s[m][n][e], maximum[m][e >> 1]);
+                    for (int n = 0; n < 8; ++n)
+#pragma unroll
+                        for (int e = 0; e < 2; ++e) weights.add(raw_weight(s[m][n][2 * r + e], maximum[m][r]));
+                    sum[m][r] += weights.total();
+                }
         } else {
             add_masses(s, buffer);
         }
@@ -220,7 +247,7 @@ struct Probe {
             for (int m = 0; m < kM; ++m)
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
-                    const double w = weight(s[m][c / 2][2 * r + c % 2], maximum[m][r]);
+                    const double w = weight_as_double(raw_weight(s[m][c / 2][2 * r + c % 2], maximum[m][r]));
                     bits += __double_as_longlong(__dadd_rn(__dmul_rn(w, factor[m][r]), kRound));
                 }
             columns[c] = bits - offset;

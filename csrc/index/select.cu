@@ -1,5 +1,7 @@
 // Top-p selection with caps by radix search: histogram of the next digit, choice of the digit, and the kept lines as bits.
 // All sums are of integers, so no order of summation shows.
+#include <type_traits>
+
 #include "mtraining/check.h"
 #include "mtraining/index.h"
 
@@ -12,16 +14,17 @@ using Counter = unsigned long long;
 enum State { kShareMass, kShareAbove, kTotal, kCapMass, kCapTie, kCapAbove, kStateFields = 8 };
 
 constexpr int kThreads = 256;
-constexpr int kLinesPerThread = 16;
-constexpr int kLinesPerBlock = kThreads * kLinesPerThread;
-constexpr int kSharedDigits = 2048;  // a histogram of so many digits fits in shared memory twice
+constexpr int kHistogramThreads = 1024;
+constexpr int kLinesPerThread = 8;  // read at once
+constexpr int kLinesPerBlock = kHistogramThreads * kLinesPerThread;
+constexpr int kSharedDigits = 2048;  // most digits of a histogram in shared memory
 
 struct Digit {
     int32_t share = -1;  // digit under the top-p prefix, -1 if the line is not under it
     int32_t cap = -1;    // digit under the cap's prefix
 };
 
-__device__ __forceinline__ Digit digit_of(const SelectParams& p, const int64_t* state, int64_t mass, int32_t tie) {
+__device__ __forceinline__ Digit digit_of(const SelectParams& p, const int64_t* state, int64_t mass, int line) {
     const int64_t digits = int64_t{1} << p.digit_bits;
     Digit digit;
     if (p.round < p.mass_rounds) {
@@ -32,7 +35,7 @@ __device__ __forceinline__ Digit digit_of(const SelectParams& p, const int64_t* 
         if (high == state[kCapMass] >> (shift + p.digit_bits)) digit.cap = own;
     } else if (mass == state[kCapMass]) {
         const int shift = (p.mass_rounds + p.tie_rounds - 1 - p.round) * p.digit_bits;
-        const int64_t order = tie;
+        const int64_t order = __ldg(p.tie + line);
         if (order >> (shift + p.digit_bits) == state[kCapTie] >> (shift + p.digit_bits)) {
             digit.cap = static_cast<int32_t>((order >> shift) & (digits - 1));
         }
@@ -69,41 +72,80 @@ struct Run {
     }
 };
 
+// The histogram of one document in shared memory. Only 32-bit additions are fast there, so a sum of masses is kept in
+// two halves and carries.
+struct SharedHistogram {
+    uint32_t low[kSharedDigits], high[kSharedDigits], count[kSharedDigits];
+
+    __device__ __forceinline__ void add_mass(int digit, Counter mass) {
+        const uint32_t part = static_cast<uint32_t>(mass);
+        const uint32_t before = atomicAdd(low + digit, part);
+        const uint32_t carry = before + part < before;
+        const uint32_t rest = static_cast<uint32_t>(mass >> 32) + carry;
+        if (rest != 0) atomicAdd(high + digit, rest);
+    }
+    __device__ __forceinline__ Counter mass(int digit) const {
+        return (static_cast<Counter>(high[digit]) << 32) | low[digit];
+    }
+};
+
 // kShared: one document, whose histogram is first built in shared memory.
 template <bool kShared>
-__global__ void __launch_bounds__(kThreads) histogram_kernel(const __grid_constant__ SelectParams p, int row_blocks) {
-    __shared__ Counter local[kShared ? 2 * kSharedDigits : 1];
+__global__ void __launch_bounds__(kHistogramThreads)
+histogram_kernel(const __grid_constant__ SelectParams p, int row_blocks) {
+    __shared__ typename std::conditional<kShared, SharedHistogram, char>::type local;
     const int row = blockIdx.x / row_blocks;
     const int digits = 1 << p.digit_bits;
     Counter* global = reinterpret_cast<Counter*>(p.histogram) + static_cast<int64_t>(row) * p.documents * 2 * digits;
     if constexpr (kShared) {
-        for (int i = threadIdx.x; i < 2 * digits; i += kThreads) local[i] = 0;
+        for (int i = threadIdx.x; i < digits; i += kHistogramThreads) local.low[i] = local.high[i] = local.count[i] = 0;
         __syncthreads();
     }
-    const auto flush = [&](int64_t bin, Counter value) { atomicAdd((kShared ? local : global) + bin, value); };
+    const auto add_mass = [&](int64_t bin, Counter value) {
+        if constexpr (kShared) {
+            local.add_mass(static_cast<int>(bin), value);
+        } else {
+            atomicAdd(global + bin, value);
+        }
+    };
+    const auto add_count = [&](int64_t bin, Counter value) {
+        if constexpr (kShared) {
+            atomicAdd(local.count + (bin - digits), static_cast<uint32_t>(value));
+        } else {
+            atomicAdd(global + bin, value);
+        }
+    };
     const int64_t* states = p.state + static_cast<int64_t>(row) * p.documents * kStateFields;
     const int64_t* mass_row = p.mass + static_cast<int64_t>(row) * p.lines;
     Run share, cap;
     for (int base = blockIdx.x % row_blocks * kLinesPerBlock; base < p.lines; base += row_blocks * kLinesPerBlock) {
-#pragma unroll 4
+        int64_t masses[kLinesPerThread];
+        int32_t documents[kLinesPerThread];
+#pragma unroll
         for (int i = 0; i < kLinesPerThread; ++i) {
-            const int line = base + i * kThreads + threadIdx.x;
-            if (line >= p.lines) break;
-            const int64_t mass = __ldg(mass_row + line);
-            const int32_t document = __ldg(p.segment + line);
+            const int line = base + i * kHistogramThreads + threadIdx.x;
+            masses[i] = line < p.lines ? __ldg(mass_row + line) : 0;
+            documents[i] = line < p.lines ? __ldg(p.segment + line) : -1;
+        }
+#pragma unroll
+        for (int i = 0; i < kLinesPerThread; ++i) {
+            const int64_t mass = masses[i];
+            const int32_t document = documents[i];
             if (document < 0 || !(mass > 0 || p.all_lines)) continue;
-            const Digit digit = digit_of(p, states + document * kStateFields, mass, __ldg(p.tie + line));
+            const int line = base + i * kHistogramThreads + threadIdx.x;
+            const Digit digit = digit_of(p, states + document * kStateFields, mass, line);
             const int64_t bins = static_cast<int64_t>(document) * 2 * digits;
-            if (digit.share >= 0 && mass != 0) share.add(bins + digit.share, static_cast<Counter>(mass), flush);
-            if (digit.cap >= 0) cap.add(bins + digits + digit.cap, 1, flush);
+            if (digit.share >= 0 && mass != 0) share.add(bins + digit.share, static_cast<Counter>(mass), add_mass);
+            if (digit.cap >= 0) cap.add(bins + digits + digit.cap, 1, add_count);
         }
     }
-    share.finish(flush);
-    cap.finish(flush);
+    share.finish(add_mass);
+    cap.finish(add_count);
     if constexpr (kShared) {
         __syncthreads();
-        for (int i = threadIdx.x; i < 2 * digits; i += kThreads) {
-            if (local[i] != 0) atomicAdd(global + i, local[i]);
+        for (int i = threadIdx.x; i < digits; i += kHistogramThreads) {
+            if (const Counter mass = local.mass(i)) atomicAdd(global + i, mass);
+            if (const uint32_t count = local.count[i]) atomicAdd(global + digits + i, Counter{count});
         }
     }
 }
@@ -231,14 +273,14 @@ void select_histogram(const SelectParams& p, cudaStream_t stream) {
     check_cuda(cudaMemsetAsync(p.histogram, 0, bins * sizeof(int64_t), stream), "select_histogram: clearing");
     if (p.lines == 0) return;
     // Few enough thread blocks that each adds many lines to its own histogram before it adds that to the result.
-    constexpr int kMostRowBlocks = 16;
+    constexpr int kMostRowBlocks = 8;
     const int needed = (p.lines + kLinesPerBlock - 1) / kLinesPerBlock;
     const int row_blocks = needed < kMostRowBlocks ? needed : kMostRowBlocks;
     const unsigned grid = static_cast<unsigned>(p.rows) * row_blocks;
     if (p.documents == 1 && 1 << p.digit_bits <= kSharedDigits) {
-        histogram_kernel<true><<<grid, kThreads, 0, stream>>>(p, row_blocks);
+        histogram_kernel<true><<<grid, kHistogramThreads, 0, stream>>>(p, row_blocks);
     } else {
-        histogram_kernel<false><<<grid, kThreads, 0, stream>>>(p, row_blocks);
+        histogram_kernel<false><<<grid, kHistogramThreads, 0, stream>>>(p, row_blocks);
     }
     check_cuda(cudaGetLastError(), "select_histogram");
 }

@@ -1,8 +1,9 @@
-// Forward: a thread block of two warps owns one query block of one head; each warp holds 32 rows. One online-softmax
+// Forward: a team of two warps owns one query block of one head; each warp holds 32 rows. One online-softmax
 // loop runs over the slash tiles and then over the column tiles; the epilogue merges with what earlier launches left.
 //
 // 32 rows a warp halve the shared-memory reads per product against 16, which otherwise bound mma.sync on Hopper; four
-// such thread blocks (48 KiB each at D = 128) share a multiprocessor.
+// teams (48 KiB each at D = 128) share a multiprocessor. Two teams make a thread block, so that its warps cover the four
+// schedulers.
 #pragma once
 
 #include "mtraining/check.h"
@@ -17,8 +18,9 @@ struct ForwardConfig {
     static constexpr int D = D_;
     static constexpr int kWarps = 2;
     static constexpr int kThreads = 32 * kWarps;
+    static constexpr int kTeams = 2;         // of a thread block
     static constexpr int kRowTiles = 2;      // 16-row tiles of a warp
-    static constexpr int kBlocksPerSm = 4;
+    static constexpr int kBlocksPerSm = 2;
     // Rows are rescaled only when their maximum grows by more than 2^8: until then the old maximum serves, and the
     // probabilities stay below 2^8, harmless in either input type with fp32 sums.
     static constexpr float kRescale = 8.0f;
@@ -41,6 +43,7 @@ struct Forward {
     static constexpr int kThreads = Config::kThreads;
     static constexpr int kM = Config::kRowTiles;
     using Shared = ForwardShared<Config>;
+    using Group = Team<Config::kWarps>;
 
     const AttentionForwardParams& p;
     Shared& shared;
@@ -51,7 +54,7 @@ struct Forward {
     float sum[kM][2];      // this thread's columns
 
     __device__ Forward(const AttentionForwardParams& params, Shared& smem)
-        : p(params), shared(smem), lane(threadIdx.x % 32), first_row((threadIdx.x / 32) * 16 * kM) {
+        : p(params), shared(smem), lane(threadIdx.x % 32), first_row(Group::warp() * 16 * kM) {
 #pragma unroll
         for (int m = 0; m < kM; ++m) {
             maximum[m][0] = maximum[m][1] = device::negative_infinity();
@@ -66,7 +69,7 @@ struct Forward {
         TileSource<T> q;
         q.set(p.q, place.batch, place.head);
         q.template copy<D, kThreads>(shared.q, Item::encode(place.q_block, 0, false, false), device::kAllRows);
-        if (threadIdx.x == 0) {
+        if (Group::thread() == 0) {
             const int kv_head = place.head / (p.shape.heads / p.shape.kv_heads);
             shared.k_source[0].set(p.k, place.batch, kv_head);
             shared.v_source[0].set(p.v, place.batch, kv_head);
@@ -190,36 +193,46 @@ struct Forward {
         }
     }
 
-    // One buffer for K, one for V: V is on its way during Q K^T and the softmax, the next K during P V.
+    // One buffer for K, one for V: the next K is on its way during the softmax and P V, the next V during Q K^T.
     __device__ __forceinline__ void walk(int count, float scale_log2) {
         copy_k(0);
-        device::copy_async_wait<0>();
-        __syncthreads();
+        copy_v(0);
+        device::copy_async_wait<1>();
+        Group::sync();
         for (int t = 0; t < count; ++t) {
-            copy_v(t);
+            const bool more = t + 1 < count;
             uint32_t probs[kM][4][4];
             float s[kM][8][4];
             score(s);
+            Group::sync();  // everyone is done with K
+            if (more) copy_k(t + 1);
             const uint32_t code = shared.list.code[t];
             const uint64_t mask = shared.list.mask[t];
             if (Item::diagonal(code) || mask != device::kAllRows) apply_mask(s, Item::diagonal(code), mask);
             softmax(s, probs, scale_log2);
-            device::copy_async_wait<0>();
-            __syncthreads();  // V has landed, and everyone is done with K
-            if (t + 1 < count) copy_k(t + 1);
+            if (more) {
+                device::copy_async_wait<1>();
+            } else {
+                device::copy_async_wait<0>();
+            }
+            Group::sync();  // V has landed
             accumulate(probs);
             device::copy_async_wait<0>();
-            __syncthreads();  // the next K has landed, and everyone is done with V
+            Group::sync();  // the next K has landed, and everyone is done with V
+            if (more) copy_v(t + 1);
         }
     }
 };
 
 template <typename Config>
-__global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
-attention_forward_kernel(const __grid_constant__ AttentionForwardParams p) {
+__global__ void __launch_bounds__(Config::kThreads* Config::kTeams, Config::kBlocksPerSm)
+attention_forward_kernel(const __grid_constant__ AttentionForwardParams p, uint32_t row_blocks) {
     extern __shared__ __align__(256) unsigned char dynamic_shared[];
-    auto& shared = *reinterpret_cast<ForwardShared<Config>*>(dynamic_shared);
-    const QueryPlace place(p.shape, blockIdx.x);
+    using Group = Team<Config::kWarps>;
+    auto& shared = reinterpret_cast<ForwardShared<Config>*>(dynamic_shared)[Group::index()];
+    const uint32_t index = blockIdx.x * Config::kTeams + Group::index();
+    if (index >= row_blocks) return;
+    const QueryPlace place(p.shape, index);
     const int batch_head = place.batch * p.shape.heads + place.head, q_block = place.q_block;
     Forward<Config> work(p, shared);
     const float scale_log2 = p.scale * device::kLog2e;
@@ -229,7 +242,7 @@ attention_forward_kernel(const __grid_constant__ AttentionForwardParams p) {
         work.walk(count, scale_log2);
     }
     device::copy_async_wait<0>();
-    const QueryPlace again(p.shape, device::block_index());
+    const QueryPlace again(p.shape, device::block_index() * Config::kTeams + Group::index());
     store_rows<typename Config::T, Config::D, Config::kRowTiles>(p, again, work.first_row, work.out, work.maximum,
                                                                  work.sum);
 }
@@ -237,12 +250,13 @@ attention_forward_kernel(const __grid_constant__ AttentionForwardParams p) {
 template <typename T, int D>
 void launch_attention_forward(const AttentionForwardParams& p, cudaStream_t stream) {
     using Config = ForwardConfig<T, D>;
-    constexpr int kShared = sizeof(ForwardShared<Config>);
+    constexpr int kShared = sizeof(ForwardShared<Config>) * Config::kTeams;
     const auto kernel = attention_forward_kernel<Config>;
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared),
                "attention_forward (sm_80) set-up");
-    const int64_t grid = static_cast<int64_t>(p.shape.batch) * p.shape.heads * p.shape.q_blocks;
-    kernel<<<static_cast<unsigned>(grid), Config::kThreads, kShared, stream>>>(p);
+    const uint32_t row_blocks = static_cast<uint32_t>(p.shape.batch) * p.shape.heads * p.shape.q_blocks;
+    const uint32_t grid = (row_blocks + Config::kTeams - 1) / Config::kTeams;
+    kernel<<<grid, Config::kThreads * Config::kTeams, kShared, stream>>>(p, row_blocks);
     check_cuda(cudaGetLastError(), "attention_forward (sm_80)");
 }
 

@@ -26,18 +26,27 @@ struct KeyGradShared {
     const float* delta;
 };
 
-// The key tile of a thread block. One head after another, so that its queries stay in the L2 cache; within it early
-// keys first, as they have the most queries.
+// The key tile of a thread block. Early keys have the most queries and go first. Key blocks come one head after another,
+// so that its queries stay in the L2 cache; columns, whose few tiles differ more in work, all heads at once.
+template <bool kColumns>
 struct KeyPlace {
     int kv_head, batch, chunk, kv_block;
 
     __device__ __forceinline__ KeyPlace(const Shape& shape, uint32_t index) {
-        chunk = index % shape.chunks;
-        index /= shape.chunks;
-        kv_block = index % shape.kv_blocks;
-        index /= shape.kv_blocks;
-        kv_head = index % shape.kv_heads;
-        batch = index / shape.kv_heads;
+        if (kColumns) {
+            kv_head = index % shape.kv_heads;
+            index /= shape.kv_heads;
+            batch = index % shape.batch;
+            kv_block = index / shape.batch;
+            chunk = 0;
+        } else {
+            chunk = index % shape.chunks;
+            index /= shape.chunks;
+            kv_block = index % shape.kv_blocks;
+            index /= shape.kv_blocks;
+            kv_head = index % shape.kv_heads;
+            batch = index / shape.kv_heads;
+        }
     }
 };
 
@@ -64,7 +73,7 @@ struct KeyGrad {
     }
 
     // K and V on their way, and where the query tiles are. Returns the rows of the tile that hold a key.
-    __device__ __forceinline__ uint64_t begin(const KeyPlace& place) {
+    __device__ __forceinline__ uint64_t begin(const KeyPlace<kColumns>& place) {
         const uint64_t rows = kColumns ? load_columns(place) : device::kAllRows;
         const uint32_t code = Item::encode(place.kv_block, place.chunk, false, false);
         TileSource<T> source;
@@ -85,7 +94,7 @@ struct KeyGrad {
     }
 
     // The columns of this tile: their blocks into shared memory, and which slots hold one.
-    __device__ __forceinline__ uint64_t load_columns(const KeyPlace& place) {
+    __device__ __forceinline__ uint64_t load_columns(const KeyPlace<kColumns>& place) {
         if (threadIdx.x < kBlock) {
             const int slot = place.kv_block * kBlock + threadIdx.x;
             const int64_t list = (static_cast<int64_t>(place.batch) * p.shape.heads + place.kv_head) * p.shape.columns;
@@ -172,7 +181,7 @@ struct KeyGrad {
     }
 
     // Takes its place anew, so that no address lives through the walk.
-    __device__ __forceinline__ void store(const KeyPlace& place, const ChunkView<float>& to,
+    __device__ __forceinline__ void store(const KeyPlace<kColumns>& place, const ChunkView<float>& to,
                                           const float (&x)[D / 8][4], float factor) {
         const int rows = kColumns ? p.shape.columns : p.shape.kv_blocks * kBlock;
 #pragma unroll
@@ -194,7 +203,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
 key_gradient_kernel(const __grid_constant__ KeyGradParams p) {
     extern __shared__ __align__(256) unsigned char dynamic_shared[];
     auto& shared = *reinterpret_cast<KeyGradShared<Config>*>(dynamic_shared);
-    const KeyPlace place(p.shape, blockIdx.x);
+    const KeyPlace<kColumns> place(p.shape, blockIdx.x);
     KeyGrad<Config, kColumns> work(p, shared);
     const uint64_t rows = work.begin(place);
     const int key_block = kColumns ? 0 : __ldg(p.mask.kv_blocks + place.chunk * p.shape.kv_blocks + place.kv_block);
@@ -208,7 +217,7 @@ key_gradient_kernel(const __grid_constant__ KeyGradParams p) {
         work.walk(count, scale_log2);
     }
     device::copy_async_wait<0>();
-    const KeyPlace again(p.shape, device::block_index());
+    const KeyPlace<kColumns> again(p.shape, device::block_index());
     work.store(again, p.dk, work.dk, p.scale);
     work.store(again, p.dv, work.dv, 1.0f);
 }
