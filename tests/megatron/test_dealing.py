@@ -190,11 +190,13 @@ def test_every_zigzag_slicer_in_the_installed_megatron_is_known():
     pattern = re.compile(r"2 \* \w*cp_size\w* - \w*cp_rank\w* - 1")
     root = Path(megatron.core.__path__[0])
     found = {str(path.relative_to(root)) for path in root.rglob("*.py") if pattern.search(path.read_text())}
-    assert found == {
+    assert {"utils.py", "models/common/embeddings/rope_utils.py"} <= found
+    assert found <= {
         "utils.py",  # the batch slicer: replaced
         "models/common/embeddings/rope_utils.py",  # the rotary slicer: replaced; packed sequences are refused
         "fusions/fused_mla_yarn_rope_apply.py",  # packed sequences only
         "transformer/experimental_attention_variant/dsa_layout.py",  # the variant is refused
+        "transformer/multi_token_prediction.py",  # from 0.20; multi-token prediction makes attention convert
     }
 
 
