@@ -29,6 +29,17 @@ __device__ __forceinline__ Shared& dynamic_shared() {
     return *reinterpret_cast<Shared*>(raw);
 }
 
+// The items of one CTA of a persistent grid. Items are ordered by falling weight; dealing them out forwards and backwards in
+// turn gives those who got the heavier items of one round the lighter ones of the next.
+struct PersistentLoop {
+    int item = static_cast<int>(blockIdx.x);
+
+    __device__ __forceinline__ void advance() {
+        const int grid = static_cast<int>(gridDim.x);
+        item = 2 * grid * (item / grid + 1) - 1 - item;
+    }
+};
+
 // `tiles` pieces of work; the kernel strides over them.
 template <typename Kernel, typename... Args>
 void launch_persistent(Kernel kernel, int tiles, int threads, size_t shared_bytes, cudaStream_t stream, const char* name,

@@ -71,18 +71,20 @@ struct KeyShared {
     }
 };
 
-// The keys of one visit: (batch, kv head) outermost, then from the first (heaviest) keys to the last, then the chunks.
+// The keys of one visit, heaviest (first keys) to lightest. Slash: (batch, kv head) outermost, so that CTAs that run together
+// share queries. Vertical: tiles of all heads by weight, since they are few and each has its own queries.
 struct KeyTile {
     int batch, kv_head, chunk, first;
 
     template <int kKeyBlocks>
-    __device__ static __forceinline__ KeyTile at(const Shape& shape, int index) {
+    __device__ static __forceinline__ KeyTile at(const Shape& shape, bool vertical, int index) {
         const int steps = (shape.kv_blocks + kKeyBlocks - 1) / kKeyBlocks;
+        const int heads = shape.batch * shape.kv_heads;
         KeyTile tile;
         tile.chunk = index % shape.chunks;
         index /= shape.chunks;
-        tile.first = index % steps * kKeyBlocks;
-        index /= steps;
+        tile.first = (vertical ? index / heads : index % steps) * kKeyBlocks;
+        index = vertical ? index % heads : index / steps;
         tile.kv_head = index % shape.kv_heads;
         tile.batch = index / shape.kv_heads;
         return tile;
@@ -185,8 +187,9 @@ struct KeyScout {
     }
 
     __device__ __forceinline__ void run() {
-        for (int t = blockIdx.x; t < KeyTile::count<kKeyBlocks>(shape); t += gridDim.x) {
-            const KeyTile tile = KeyTile::at<kKeyBlocks>(shape, t);
+        for (PersistentLoop work; work.item < KeyTile::count<kKeyBlocks>(shape); work.advance()) {
+            const int t = work.item;
+            const KeyTile tile = KeyTile::at<kKeyBlocks>(shape, mask.column_list != nullptr, t);
             mark(Entry::kBegin, t);
             if (mask.column_list != nullptr) {
                 vertical_rows(tile);
@@ -214,7 +217,7 @@ struct KeyLoader {
     int batch = 0;
 
     __device__ __forceinline__ void begin(int index) {
-        const KeyTile tile = KeyTile::at<kKeyBlocks>(params.shape, index);
+        const KeyTile tile = KeyTile::at<kKeyBlocks>(params.shape, params.mask.column_list != nullptr, index);
         batch = tile.batch;
 #pragma unroll
         for (int w = 0; w < kKeyBlocks; ++w) {

@@ -13,11 +13,13 @@
 
 namespace mtraining::sm90 {
 
-// kOperands: row operands of a block that stay for the whole walk over its keys (q; q and dout).
-template <int kHeadDim_, int kOperands_>
+// kOperands: row operands of a block that stay for the whole walk over its keys (q; q and dout). kRowBuffers: row tiles whose
+// operands fit at once; 2 where the consumers read them from shared memory to the end, so that the next ones are there.
+template <int kHeadDim_, int kOperands_, int kRowBuffers_>
 struct RowPlan {
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kOperands = kOperands_;
+    static constexpr int kRowBuffers = kRowBuffers_;
     static constexpr int kRowBlocks = 2;
     static constexpr int kThreads = 128 * (kRowBlocks + 1);
     static constexpr int kConsumerRegisters = 224;
@@ -26,7 +28,7 @@ struct RowPlan {
 
     static constexpr uint32_t kTileBytes = 64 * kHeadDim * 2;    // 64 rows of one operand
     static constexpr uint32_t kSharedLimit = 227 * 1024 - 4096;  // but queue, barriers and alignment
-    static constexpr int kFit = (kSharedLimit - kRowBlocks * kOperands * kTileBytes) / (2 * kTileBytes);
+    static constexpr int kFit = (kSharedLimit - kRowBuffers * kRowBlocks * kOperands * kTileBytes) / (2 * kTileBytes);
     static constexpr int kStages = kFit < 8 ? kFit : 8;  // of one key block and its values
     static constexpr int kQueue = 32;
 };
@@ -51,22 +53,19 @@ struct RowShared {
     static constexpr int kRowBlocks = Plan::kRowBlocks;
     static constexpr int kStages = Plan::kStages;
     using Entry = TileEntry<kRowBlocks>;
-    alignas(1024) uint8_t rows[kRowBlocks][Plan::kOperands][Plan::kTileBytes];
+    alignas(1024) uint8_t rows[Plan::kRowBuffers][kRowBlocks][Plan::kOperands][Plan::kTileBytes];
     alignas(1024) uint8_t k[Plan::kStages][Plan::kTileBytes];
     alignas(1024) uint8_t v[Plan::kStages][Plan::kTileBytes];
     TileEntry<kRowBlocks> queue[Plan::kQueue];
     TileEntry<kRowBlocks> loaded[Plan::kStages];  // what lies in each stage
     RingBarriers<Plan::kQueue> listing;
     RingBarriers<Plan::kStages> ring;
-    uint64_t rows_full[kRowBlocks], rows_empty[kRowBlocks];
+    RingBarriers<Plan::kRowBuffers> row_ring[kRowBlocks];
 
     __device__ void init() {
         listing.init(1);
         ring.init(4 * kRowBlocks);
-        for (int w = 0; w < kRowBlocks; ++w) {
-            mbarrier_init(&rows_full[w], 1);
-            mbarrier_init(&rows_empty[w], 4);
-        }
+        for (int w = 0; w < kRowBlocks; ++w) row_ring[w].init(4);
         mbarrier_init_fence();
     }
 };
@@ -144,7 +143,8 @@ struct RowScout {
     }
 
     __device__ __forceinline__ void run() {
-        for (int t = blockIdx.x; t < RowTile::count<kRowBlocks>(shape); t += gridDim.x) {
+        for (PersistentLoop work; work.item < RowTile::count<kRowBlocks>(shape); work.advance()) {
+            const int t = work.item;
             const RowTile tile = RowTile::at<kRowBlocks>(shape, t);
             QueryBlocks<kRowBlocks> rows;
             rows.load(shape, mask, tile.batch, tile.head, tile.first);
@@ -183,22 +183,24 @@ struct RowLoader {
     RowShared<Plan>& shared;
     RingPosition<Plan::kQueue> listing;
     RingPosition<Plan::kStages> position;
-    uint32_t rows_parity = 0;
+    RingPosition<Plan::kRowBuffers> row_position;
     RowTile tile;
 
     __device__ __forceinline__ void begin(int index) {
         tile = RowTile::at<kRowBlocks>(shape, index);
+        const int buffer = row_position.stage;
 #pragma unroll
         for (int w = 0; w < kRowBlocks; ++w) {
-            mbarrier_wait(&shared.rows_empty[w], rows_parity ^ 1);
-            mbarrier_arrive_expect(&shared.rows_full[w], Plan::kOperands * Plan::kTileBytes);
+            uint64_t* full = &shared.row_ring[w].full[buffer];
+            mbarrier_wait(&shared.row_ring[w].empty[buffer], row_position.parity ^ 1);
+            mbarrier_arrive_expect(full, Plan::kOperands * Plan::kTileBytes);
 #pragma unroll
             for (int o = 0; o < Plan::kOperands; ++o) {
-                load_tile<Plan::kHeadDim>(&maps.rows[o], shared.rows[w][o], (tile.first + w) * kBlock, tile.head,
-                                          tile.batch, 0, &shared.rows_full[w]);
+                load_tile<Plan::kHeadDim>(&maps.rows[o], shared.rows[buffer][w][o], (tile.first + w) * kBlock, tile.head,
+                                          tile.batch, 0, full);
             }
         }
-        rows_parity ^= 1;
+        row_position.advance();
     }
 
     __device__ __forceinline__ void load_keys(const Entry& entry, int s) {

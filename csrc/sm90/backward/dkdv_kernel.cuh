@@ -111,7 +111,7 @@ struct DkdvConsumer {
     __device__ __forceinline__ void run() {
         uint32_t parity = 0;
         scale_log2 = params.scale * static_cast<float>(M_LOG2E);
-        for (int t = blockIdx.x; t < KeyTile::count<Plan::kKeyBlocks>(params.shape); t += gridDim.x) {
+        for (PersistentLoop work; work.item < KeyTile::count<Plan::kKeyBlocks>(params.shape); work.advance()) {
             Gradient dk, dv;
 #pragma unroll
             for (int i = 0; i < kHeadDim / 2; ++i) dk[i] = dv[i] = 0.0f;
@@ -119,7 +119,7 @@ struct DkdvConsumer {
             parity ^= 1;
             walk(dk, dv);
             release(&shared.keys_empty[reader.warpgroup]);
-            const KeyTile tile = KeyTile::at<Plan::kKeyBlocks>(params.shape, t);
+            const KeyTile tile = KeyTile::at<Plan::kKeyBlocks>(params.shape, params.mask.column_list != nullptr, work.item);
             store(tile, params.dv, dv, 1.0f);
             store(tile, params.dk, dk, params.scale);
         }

@@ -1,6 +1,7 @@
 // dQ of the rows: query-major, without atomics, for slash tiles and compact vertical tiles alike.
 //
-// A warpgroup keeps q, dout (as A operands) and dq in registers. Of each tile it recomputes P = exp(q k^T - lse) while the
+// A warpgroup keeps dq in registers, and q and dout as well (as A operands) at head_dim 128; at 64 they stay in shared memory,
+// because ptxas 13.0 gives their registers to dS although the next tile needs them. Of each tile it recomputes P = exp(q k^T - lse) while the
 // tensor cores compute dP = dout v^T, and dS = P (dP - delta) feeds dq += dS k.
 #pragma once
 
@@ -26,6 +27,7 @@ struct DqConsumer {
     static constexpr int kNone = TileReader<RowShared<Plan>>::kNone;
     using Rows = uint32_t[kHeadDim / 4];
     using Gradient = float[kHeadDim / 2];
+    static constexpr bool kRowsInRegisters = kHeadDim == 128;
 
     const DqParams& params;
     RowShared<Plan>& shared;
@@ -59,7 +61,8 @@ struct DqConsumer {
     }
 
     // False if the rows met no tile. dq lacks the factor `scale`.
-    __device__ __forceinline__ bool walk(const Rows& q, const Rows& dout, Gradient& dq) {
+    template <typename Operand>
+    __device__ __forceinline__ bool walk(const Operand& q, const Operand& dout, Gradient& dq) {
         int held = kNone;
         int now = reader.next(held);
         if (now == kNone) return false;
@@ -117,21 +120,30 @@ struct DqConsumer {
     }
 
     __device__ __forceinline__ void run() {
-        uint32_t parity = 0;
+        RingPosition<Plan::kRowBuffers> rows;
         scale_log2 = params.scale * static_cast<float>(M_LOG2E);
-        for (int t = blockIdx.x; t < RowTile::count<Plan::kRowBlocks>(params.shape); t += gridDim.x) {
+        for (PersistentLoop work; work.item < RowTile::count<Plan::kRowBlocks>(params.shape); work.advance()) {
             Gradient dq;
 #pragma unroll
             for (int i = 0; i < kHeadDim / 2; ++i) dq[i] = 0.0f;
-            load_statistics(RowTile::at<Plan::kRowBlocks>(params.shape, t));
-            Rows q, dout;
-            mbarrier_wait(&shared.rows_full[reader.warpgroup], parity);
-            parity ^= 1;
-            load_operand<kHeadDim>(smem_address(shared.rows[reader.warpgroup][0]), thread, q);
-            load_operand<kHeadDim>(smem_address(shared.rows[reader.warpgroup][1]), thread, dout);
-            release(&shared.rows_empty[reader.warpgroup]);
-            const bool any = walk(q, dout, dq);
-            store(RowTile::at<Plan::kRowBlocks>(params.shape, t), any, dq);
+            load_statistics(RowTile::at<Plan::kRowBlocks>(params.shape, work.item));
+            auto& row_ring = shared.row_ring[reader.warpgroup];
+            mbarrier_wait(&row_ring.full[rows.stage], rows.parity);
+            const uint32_t q_tile = smem_address(shared.rows[rows.stage][reader.warpgroup][0]);
+            const uint32_t dout_tile = smem_address(shared.rows[rows.stage][reader.warpgroup][1]);
+            bool any;
+            if constexpr (kRowsInRegisters) {
+                Rows q, dout;
+                load_operand<kHeadDim>(q_tile, thread, q);
+                load_operand<kHeadDim>(dout_tile, thread, dout);
+                release(&row_ring.empty[rows.stage]);
+                any = walk(q, dout, dq);
+            } else {
+                any = walk(q_tile, dout_tile, dq);
+                release(&row_ring.empty[rows.stage]);
+            }
+            rows.advance();
+            store(RowTile::at<Plan::kRowBlocks>(params.shape, work.item), any, dq);
         }
     }
 };

@@ -9,7 +9,7 @@ namespace mtraining::sm90 {
 
 template <typename T, int kHeadDim>
 void launch_dq(const DqParams& params, const RowMaps& maps, cudaStream_t stream) {
-    using Plan = RowPlan<kHeadDim, 2>;
+    using Plan = RowPlan<kHeadDim, 2, 1>;
     launch_persistent(dq_kernel<T, Plan>, RowTile::count<Plan::kRowBlocks>(params.shape), Plan::kThreads,
                       sizeof(RowShared<Plan>), stream, "sm90 dq kernel", params, maps);
 }

@@ -1,6 +1,6 @@
 // Forward kernel: slash tiles and compact vertical tiles in one online-softmax pass.
 //
-// A warpgroup keeps its queries and its output in registers. While it does the softmax of tile n, the tensor cores compute
+// A warpgroup keeps its output in registers. While it does the softmax of tile n, the tensor cores compute
 // the scores of tile n+1 and the output product of tile n-1: what it waits for was started a whole tile earlier.
 #pragma once
 
@@ -13,7 +13,6 @@ template <typename T, typename Plan>
 struct ForwardConsumer {
     static constexpr int kHeadDim = Plan::kHeadDim;
     static constexpr int kNone = TileReader<RowShared<Plan>>::kNone, kBlocked = kNone - 2;
-    using Query = uint32_t[kHeadDim / 4];
     using Output = float[kHeadDim / 2];
 
     // Scores of a tile and the weights made of them. Tiles alternate between two.
@@ -30,7 +29,7 @@ struct ForwardConsumer {
     // Stages of tiles n-2 (its output product runs), n-1 (its weights are made) and n (its scores are being computed), or kNone.
     int older, before, now;
 
-    __device__ __forceinline__ void start_scores(const Query& query, int stage, Buffers& to) {
+    __device__ __forceinline__ void start_scores(uint32_t query, int stage, Buffers& to) {
         multiply_nt<T, kHeadDim>(to.scores, query, smem_address(shared.k[stage]));
         wgmma_commit();
     }
@@ -84,7 +83,7 @@ struct ForwardConsumer {
     }
 
     // Starts the scores of tile n+1 in `other` and weighs tile n in `mine`.
-    __device__ __forceinline__ void end_step(const Query& query, int next, Output& output, Buffers& mine, Buffers& other) {
+    __device__ __forceinline__ void end_step(uint32_t query, int next, Output& output, Buffers& mine, Buffers& other) {
         wgmma_fence();
         start_scores(query, next, other);
         if (weigh(mine)) rescale_output(output);
@@ -111,7 +110,7 @@ struct ForwardConsumer {
 
     // One row tile: leaves the unnormalised output and the softmax state. False if the rows met no tile. Tiles come in runs:
     // a run ends with the rows, or where the pipeline has to be emptied because so many tiles were skipped.
-    __device__ __forceinline__ bool attend(const Query& query, Output& output) {
+    __device__ __forceinline__ bool attend(uint32_t query, Output& output) {
         bool any = false;
         while (true) {
             before = now = kNone;
@@ -202,19 +201,17 @@ struct ForwardConsumer {
     }
 
     __device__ __forceinline__ void run() {
-        uint32_t parity = 0;
-        for (int t = blockIdx.x; t < RowTile::count<Plan::kRowBlocks>(params.shape); t += gridDim.x) {
+        RingPosition<Plan::kRowBuffers> rows;
+        for (PersistentLoop work; work.item < RowTile::count<Plan::kRowBlocks>(params.shape); work.advance()) {
             Output output;
 #pragma unroll
             for (int i = 0; i < kHeadDim / 2; ++i) output[i] = 0.0f;
             softmax.reset(params.scale * static_cast<float>(M_LOG2E));
-            Query query;
-            mbarrier_wait(&shared.rows_full[reader.warpgroup], parity);
-            parity ^= 1;
-            load_operand<kHeadDim>(smem_address(shared.rows[reader.warpgroup][0]), thread, query);
-            release(&shared.rows_empty[reader.warpgroup]);
-            const bool any = attend(query, output);
-            store(RowTile::at<Plan::kRowBlocks>(params.shape, t), any, output);
+            mbarrier_wait(&shared.row_ring[reader.warpgroup].full[rows.stage], rows.parity);
+            const bool any = attend(smem_address(shared.rows[rows.stage][reader.warpgroup][0]), output);
+            release(&shared.row_ring[reader.warpgroup].empty[rows.stage]);
+            rows.advance();
+            store(RowTile::at<Plan::kRowBlocks>(params.shape, work.item), any, output);
         }
     }
 };

@@ -8,7 +8,7 @@ namespace mtraining::sm90 {
 
 template <typename T, int kHeadDim>
 void launch_forward(const AttentionForwardParams& params, cudaStream_t stream) {
-    using Plan = RowPlan<kHeadDim, 1>;
+    using Plan = RowPlan<kHeadDim, 1, 2>;
     RowMaps maps{};
     maps.rows[0] = row_map(params.q, params.shape, int64_t{params.shape.q_blocks} * kBlock, "q");
     map_keys(maps, params.shape, params.k, params.v);
