@@ -1,6 +1,7 @@
 # make train      train a small GPT with Megatron and sparse attention on this machine (options below)
 # make test       the tests (minutes)          make test-full   the exhaustive matrix (hours)
 # make test-gpu   the tests that need a GPU    make check       ruff, mypy, docstrings, format
+#                                              make format      what of it can be put right by itself
 # make cuda       build the CUDA library into the source tree (make setup does it where there is a GPU and nvcc)
 # make clean      remove what make made, but data/ and runs/ (make clean-all: these too)
 #
@@ -14,10 +15,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 CUDA ?= AUTO
 PYTEST_ARGS ?=
+CXX_FILES := git ls-files 'csrc/*.h' 'csrc/*.cuh' 'csrc/*.cu' 'csrc/*.cpp'
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 export PYTHON
 
-.PHONY: help setup cuda train test test-full test-gpu check clean clean-all
+.PHONY: help setup cuda train test test-full test-gpu check format clean clean-all
 help:
 	@sed -n 's/^# \{0,1\}//p;/^SHELL/q' Makefile
 
@@ -51,7 +53,12 @@ check: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	git ls-files 'csrc/*.h' 'csrc/*.cuh' 'csrc/*.cu' 'csrc/*.cpp' | xargs -r $(BIN)/clang-format --dry-run --Werror
+	$(CXX_FILES) | xargs -r $(BIN)/clang-format --dry-run --Werror
+
+format: $(VENV)/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(CXX_FILES) | xargs -r $(BIN)/clang-format -i
 
 clean:
 	rm -rf $(VENV) build dist megatron_mtraining/lib .pytest_cache .hypothesis .mypy_cache .ruff_cache *.egg-info

@@ -3,6 +3,9 @@
     python examples/prepare_text.py --output data                    the Python standard library's own sources
     python examples/prepare_text.py --output data --input my/folder  the text files below a folder, or one file
 
+There are two datasets, NAME-train and NAME-valid: one document of fifty is kept for validation, or, where there are
+less than fifty, the end of each. (Megatron's own --split divides by whole documents and hangs if a part has none.)
+
 The tokens are those of Megatron's `--tokenizer-type NullTokenizer --vocab-size 257`: the bytes 0-255, and 256 after
 each document. The dataset is named after its source and a digest of the files' names, sizes and times, so a second run
 finds it, and changed files make a new one (Megatron keeps indices by path and would not notice the change).
@@ -24,16 +27,24 @@ import torch
 
 END_OF_DOCUMENT = 256
 VOCAB_SIZE = 257
+HELD_OUT = 50
+FORMAT = "train and valid"  # what a dataset consists of: part of its name's digest
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A prepared dataset: its path without .bin and .idx, and what it was made of."""
+    """Two prepared datasets, `prefix`-train and `prefix`-valid (.bin and .idx), and what they were made of."""
 
     prefix: str
     source: str
     documents: int
-    tokens: int
+    train_tokens: int
+    valid_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of both together."""
+        return self.train_tokens + self.valid_tokens
 
 
 def standard_library_files(root: Path) -> list[Path]:
@@ -75,8 +86,18 @@ def read_documents(files: Iterable[Path]) -> Iterator[bytes]:
         yield content
 
 
-def write_dataset(documents: Iterable[bytes], prefix: Path) -> tuple[int, int]:
-    """Write `prefix`.bin and `prefix`.idx; returns the number of documents and of tokens.
+def hold_out(documents: list[bytes]) -> tuple[list[bytes], list[bytes]]:
+    """The documents for training and those for validation, about one byte in fifty."""
+    if len(documents) >= HELD_OUT:
+        train = [content for number, content in enumerate(documents, 1) if number % HELD_OUT]
+        return train, documents[HELD_OUT - 1 :: HELD_OUT]
+    cuts = [len(content) - len(content) // HELD_OUT for content in documents]
+    pairs = list(zip(documents, cuts, strict=True))
+    return [content[:cut] for content, cut in pairs], [content[cut:] for content, cut in pairs if content[cut:]]
+
+
+def write_dataset(documents: Iterable[bytes], prefix: Path) -> int:
+    """Write `prefix`.bin and `prefix`.idx; returns the number of tokens.
 
     The files appear under their names only when they are complete.
     """
@@ -87,21 +108,20 @@ def write_dataset(documents: Iterable[bytes], prefix: Path) -> tuple[int, int]:
     prefix.parent.mkdir(parents=True, exist_ok=True)
     partial = prefix.with_name(f"{prefix.name}.partial-{os.getpid()}")
     builder = IndexedDatasetBuilder(f"{partial}.bin", dtype=np.uint16)
-    count = tokens = 0
+    tokens = 0
     for content in documents:
         document = np.append(np.frombuffer(content, dtype=np.uint8).astype(np.uint16), np.uint16(END_OF_DOCUMENT))
         builder.add_document(torch.from_numpy(document), [len(document)])
-        count += 1
         tokens += len(document)
     builder.finalize(f"{partial}.idx")
     for suffix in (".bin", ".idx"):
         os.replace(f"{partial}{suffix}", f"{prefix}{suffix}")
-    return count, tokens
+    return tokens
 
 
 def fingerprint(root: Path, files: Iterable[Path]) -> str:
     """Eight hexadecimal digits of the files' names below `root`, their sizes and modification times."""
-    digest = hashlib.sha256(str(root.resolve()).encode())
+    digest = hashlib.sha256(f"{FORMAT}\0{root.resolve()}\0".encode())
     for path in files:
         status = path.stat()
         digest.update(f"{path.relative_to(root)}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
@@ -121,12 +141,12 @@ def prepare(source: Path | None, folder: Path) -> Corpus:
     description = prefix.with_name(prefix.name + ".json")
     if description.exists():
         return Corpus(**json.loads(description.read_text()))
-    documents, tokens = write_dataset(read_documents(files), prefix)
-    if documents == 0:
-        for suffix in (".bin", ".idx"):
-            Path(f"{prefix}{suffix}").unlink()
+    documents = list(read_documents(files))
+    if not documents:
         raise ValueError(f"DATA={root}: none of its {len(files)} files holds UTF-8 text")
-    corpus = Corpus(str(prefix), str(root.resolve()), documents, tokens)
+    train, valid = hold_out(documents)
+    tokens = [write_dataset(part, Path(f"{prefix}-{name}")) for part, name in ((train, "train"), (valid, "valid"))]
+    corpus = Corpus(str(prefix), str(root.resolve()), len(documents), *tokens)
     description.write_text(json.dumps(asdict(corpus)) + "\n")
     return corpus
 

@@ -110,7 +110,7 @@ def main() -> None:
         ModelType.encoder_or_decoder, checkpointing_context={}, cfg_container=config, pg_collection=groups
     )
     model = models[0].eval()
-    tokens = last_tokens(get_args().data_path[0], min(LENGTH, args.seq_length)).cuda()
+    tokens = last_tokens(get_args().valid_data_path[0], min(LENGTH, args.seq_length)).cuda()
     np.savez_compressed(args.probe_output, **describe(capture_queries_and_keys(model, tokens)))
     print(f"> wrote {args.probe_output}")
 

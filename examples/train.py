@@ -98,11 +98,10 @@ def prepare_data(options: TrainOptions) -> str:
         corpus = prepare_text.prepare(options.data, train_options.DATA_FOLDER)
     except ValueError as error:
         raise OptionError(str(error)) from None
-    needed = 51 * (options.seq + 1)
-    if corpus.tokens < needed:
+    if min(corpus.train_tokens, corpus.valid_tokens) <= options.seq:
         raise OptionError(
-            f"DATA={corpus.source}: {corpus.tokens:,} bytes of text; SEQ={options.seq} needs {needed:,} "
-            "(2 % of it, the validation part, must hold one sequence)"
+            f"DATA={corpus.source}: {corpus.tokens:,} bytes of text, {corpus.valid_tokens:,} of them kept for "
+            f"validation; both parts must be longer than SEQ={options.seq}: about {51 * options.seq:,} bytes are needed"
         )
     print(f"data: {corpus.tokens:,} byte tokens in {corpus.documents:,} documents of {corpus.source}")
     return corpus.prefix

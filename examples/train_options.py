@@ -11,6 +11,8 @@ from pathlib import Path
 
 BLOCK = 64
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN = 2, 192, 2, 1, 64, 512  # trains in minutes on two cores
+INIT_STD = 0.07  # about 1 / sqrt(HIDDEN): logits of order one from the first step
+MAX_VERTICAL, MAX_SLASH = 512, 32  # caps of the index; the attention of so small a model is too diffuse for top-p alone
 ATTENTIONS = ("mtraining", "dense")
 RUNS = Path("runs")
 DATA_FOLDER = Path("data")
@@ -132,14 +134,16 @@ def model_arguments(options: TrainOptions) -> list[str]:
         f"--num-layers {LAYERS} --hidden-size {HIDDEN} --ffn-hidden-size {FFN} "
         f"--num-attention-heads {HEADS} --group-query-attention --num-query-groups {KV_HEADS} --kv-channels {HEAD_DIM} "
         f"--seq-length {options.seq} --max-position-embeddings {options.seq} --position-embedding-type rope "
-        "--normalization RMSNorm --swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0"
+        f"--normalization RMSNorm --swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0 "
+        f"--init-method-std {INIT_STD}"
     )
 
 
 def data_arguments(prefix: str) -> list[str]:
-    """The dataset `prefix`, its byte tokens, and its split into training and validation."""
+    """The two datasets `prefix`-train and `prefix`-valid, and their byte tokens."""
+    train, valid = shlex.quote(f"{prefix}-train"), shlex.quote(f"{prefix}-valid")
     return shlex.split(
-        f"--data-path {shlex.quote(prefix)} --data-cache-path {DATA_FOLDER / 'cache'} --split 98,2,0 "
+        f"--train-data-path {train} --valid-data-path {valid} --data-cache-path {DATA_FOLDER / 'cache'} "
         "--tokenizer-type NullTokenizer --vocab-size 257 --make-vocab-size-divisible-by 64 "
         "--no-create-attention-mask-in-dataloader"
     )
@@ -166,8 +170,10 @@ def attention_arguments(options: TrainOptions, nproc: int) -> list[str]:
     arguments = ["--attention-backend", "mtraining", "--context-parallel-size", str(nproc)]
     if nproc > options.inner:
         arguments += ["--hierarchical-context-parallel-sizes", str(options.inner), str(nproc // options.inner)]
-    arguments += ["--mtraining-dense"] if options.attention == "dense" else ["--mtraining-top-p", str(options.top_p)]
-    return arguments
+    if options.attention == "dense":
+        return [*arguments, "--mtraining-dense"]
+    caps = ["--mtraining-max-vertical", str(MAX_VERTICAL), "--mtraining-max-slash", str(MAX_SLASH)]
+    return [*arguments, "--mtraining-top-p", str(options.top_p), *caps]
 
 
 def device_arguments(options: TrainOptions) -> list[str]:
@@ -176,7 +182,9 @@ def device_arguments(options: TrainOptions) -> list[str]:
         return ["--mtraining-cpu"]
     arguments = ["--bf16"]
     if importlib.util.find_spec("transformer_engine") is None:
-        arguments += shlex.split("--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion")
+        arguments += shlex.split(
+            "--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion --no-rope-fusion"
+        )
     return arguments
 
 
@@ -200,8 +208,10 @@ def training_command(options: TrainOptions, prefix: str) -> list[str]:
 
 
 def environment(nproc: int) -> dict[str, str]:
-    """What the command needs in its environment: the cores shared out among the processes."""
-    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc))}
+    """What the command needs in its environment: the cores shared out among the processes; on GPUs, Megatron asks for
+    one connection where it overlaps context parallelism (architectures up to Hopper).
+    """
+    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc)), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
 def relative_python() -> str:

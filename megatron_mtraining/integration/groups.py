@@ -12,8 +12,10 @@ Communicators made per rank: flat ring 1 (dK and dV), hierarchical with Megatron
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -130,6 +132,7 @@ def create_ring_groups(
     ring: str,
     hierarchical: Sequence[dist.ProcessGroup] | None = None,
     across_hosts: bool = False,
+    timeout: timedelta | None = None,
 ) -> RingPlan:
     """Makes the extra groups of every context-parallel group of the world. Collective: every rank of the world must
     call.
@@ -139,6 +142,7 @@ def create_ring_groups(
         ring: ``MTrainingConfig.ring``.
         hierarchical: Megatron's hierarchical groups of this rank, inner first, if it made them.
         across_hosts: whether an inner ring may cross hosts.
+        timeout: of the groups' operations; the backend's default if left out.
 
     Returns:
         The plan of this rank's group.
@@ -155,9 +159,9 @@ def create_ring_groups(
         ranks: plan_rings(ring, [host_of[rank] for rank in ranks], sizes, across_hosts)
         for ranks in sorted({ranks for ranks, _ in everyone})
     }
-    backend = dist.get_backend(cp_group)
+    make = partial(_new_group, backend=dist.get_backend(cp_group), timeout=timeout)
     for ranks, plan in plans.items():
-        rings = _make(ranks, plan, backend, None if ranks != mine else hierarchical, bool(sizes))
+        rings = _make(ranks, plan, make, None if ranks != mine else hierarchical, bool(sizes))
         if ranks == mine:
             _registry.rings[mine] = replace(rings, cp=cp_group)
     return plans[mine]
@@ -166,7 +170,7 @@ def create_ring_groups(
 def _make(
     ranks: tuple[int, ...],
     plan: RingPlan,
-    backend: str,
+    make: Callable[[Sequence[Sequence[int]]], dist.ProcessGroup | None],
     hierarchical: Sequence[dist.ProcessGroup] | None,
     megatron_has_them: bool,
 ) -> RingGroups:
@@ -174,26 +178,28 @@ def _make(
     if len(ranks) == 1:
         return RingGroups()
     if plan.inner_size == len(ranks):
-        return RingGroups(inner_grad=_new_group([ranks], backend))
+        return RingGroups(inner_grad=make([ranks]))
     inner_ranks = [ranks[first : first + plan.inner_size] for first in range(0, len(ranks), plan.inner_size)]
     outer_ranks = [ranks[place :: plan.inner_size] for place in range(plan.inner_size)]
     if megatron_has_them:
         inner, outer = hierarchical if hierarchical else (None, None)
     else:
-        inner, outer = _new_group(inner_ranks, backend), _new_group(outer_ranks, backend)
+        inner, outer = make(inner_ranks), make(outer_ranks)
     return RingGroups(
         inner=inner,
         outer=outer,
-        inner_grad=_new_group(inner_ranks, backend),
-        outer_grad=_new_group(outer_ranks, backend),
+        inner_grad=make(inner_ranks),
+        outer_grad=make(outer_ranks),
     )
 
 
-def _new_group(rank_lists: Sequence[Sequence[int]], backend: str) -> dist.ProcessGroup | None:
+def _new_group(
+    rank_lists: Sequence[Sequence[int]], backend: str, timeout: timedelta | None
+) -> dist.ProcessGroup | None:
     """A group for each list of ranks, made by the whole world; returns the one that this rank belongs to."""
     mine = None
     for ranks in rank_lists:
-        group = dist.new_group(list(ranks), backend=backend)
+        group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
         if dist.get_rank() in ranks:
             mine = group
             _registry.made.append(group)

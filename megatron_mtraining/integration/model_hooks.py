@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -104,9 +105,14 @@ def _making(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
         # Megatron does not forget hierarchical groups when it destroys them, so their existence alone says nothing.
-        given = signature.bind(*args, **kwargs).arguments.get("hierarchical_context_parallel_sizes")
-        make_ring_groups(parallel_state.get_hierarchical_context_parallel_groups() if given else None)
+        given = bound.arguments["hierarchical_context_parallel_sizes"]
+        make_ring_groups(
+            parallel_state.get_hierarchical_context_parallel_groups() if given else None,
+            timedelta(minutes=bound.arguments["distributed_timeout_minutes"]),
+        )
         return result
 
     return initialize_model_parallel
@@ -121,11 +127,14 @@ def _destroying(original: Callable[..., Any]) -> Callable[..., Any]:
     return destroy_model_parallel
 
 
-def make_ring_groups(hierarchical: Sequence[torch.distributed.ProcessGroup] | None) -> None:
+def make_ring_groups(
+    hierarchical: Sequence[torch.distributed.ProcessGroup] | None, timeout: timedelta | None = None
+) -> None:
     """Makes the rings of Megatron's context-parallel groups. Collective over the world.
 
     Args:
         hierarchical: Megatron's hierarchical context-parallel groups of this rank, inner first, if it made them.
+        timeout: of the groups' operations: that of Megatron's own groups.
     """
     state = runtime.current()
     if parallel_state.get_context_parallel_world_size() == 1:
@@ -135,6 +144,7 @@ def make_ring_groups(hierarchical: Sequence[torch.distributed.ProcessGroup] | No
         state.config.ring,
         hierarchical,
         state.inner_across_hosts,
+        timeout,
     )
     if torch.distributed.get_rank() == 0:
         kind = "flat" if plan.inner_size == parallel_state.get_context_parallel_world_size() else "hierarchical"

@@ -6,7 +6,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -18,12 +18,10 @@ class Rebinding:
     Attributes:
         original: the function that was replaced.
         replacement: what stands in its place.
-        places: the modules that held it, with the name each had it under.
     """
 
     original: Any
     replacement: Any
-    places: list[tuple[ModuleType, str]] = field(default_factory=list)
 
     def undo(self) -> None:
         """Puts the original back in every module that still holds the replacement, also in those loaded meanwhile."""
@@ -47,11 +45,9 @@ def rebind(module_name: str, function_name: str, replacement: Any) -> Rebinding:
     def stand_in(*args: Any, **kwargs: Any) -> Any:
         return replacement(*args, **kwargs)
 
-    done = Rebinding(original, stand_in)
     for module, name in _holders(original):
         setattr(module, name, stand_in)
-        done.places.append((module, name))
-    return done
+    return Rebinding(original, stand_in)
 
 
 def _holders(function: Any) -> list[tuple[ModuleType, str]]:

@@ -18,11 +18,36 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.integration import install, set_up, tear_down, uninstall
 
-MODEL_OPTIONS = (
-    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 1024 --max-position-embeddings 1024 "
-    "--micro-batch-size 1 --train-iters 2 --lr 1e-3 --transformer-impl local --position-embedding-type rope "
-    "--attention-dropout 0 --hidden-dropout 0 --tokenizer-type NullTokenizer --vocab-size 127"
-).split()
+MODEL_OPTIONS = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "64",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "1024",
+    "--max-position-embeddings",
+    "1024",
+    "--micro-batch-size",
+    "1",
+    "--train-iters",
+    "2",
+    "--lr",
+    "1e-3",
+    "--transformer-impl",
+    "local",
+    "--position-embedding-type",
+    "rope",
+    "--attention-dropout",
+    "0",
+    "--hidden-dropout",
+    "0",
+    "--tokenizer-type",
+    "NullTokenizer",
+    "--vocab-size",
+    "127",
+]
 
 
 @pytest.fixture(autouse=True)

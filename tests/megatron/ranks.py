@@ -19,5 +19,5 @@ def _enter(rank: int, world_size: int, store: str, checks: Sequence[Callable[[in
 
 
 def run_ranks(checks: Sequence[Callable[[int], None]], world_size: int, folder: Path) -> None:
-    """Runs every check, a module-level function of the rank, in ``world_size`` processes; any failure is raised here."""
+    """Runs every check, a module-level function of the rank, in ``world_size`` processes; failures are raised here."""
     torch.multiprocessing.spawn(_enter, (world_size, str(folder / "store"), checks), nprocs=world_size)

@@ -31,8 +31,24 @@ def test_every_config_field_has_an_option_with_the_same_default():
 
 def test_options_reach_the_config():
     config = parse_options(
-        *"--mtraining-top-p 0.9 --mtraining-slash-top-p 0.8 --mtraining-max-vertical none --mtraining-max-slash 7".split(),
-        *"--mtraining-last-q 128 --mtraining-layout zigzag --no-mtraining-deterministic --mtraining-dense".split(),
+        *[
+            "--mtraining-top-p",
+            "0.9",
+            "--mtraining-slash-top-p",
+            "0.8",
+            "--mtraining-max-vertical",
+            "none",
+            "--mtraining-max-slash",
+            "7",
+        ],
+        *[
+            "--mtraining-last-q",
+            "128",
+            "--mtraining-layout",
+            "zigzag",
+            "--no-mtraining-deterministic",
+            "--mtraining-dense",
+        ],
     )
     assert config == MTrainingConfig(
         top_p=0.9, slash_top_p=0.8, max_vertical=None, max_slash=7, last_q=128, layout="zigzag", deterministic=False,
@@ -151,7 +167,9 @@ def test_no_mask_is_made_in_the_data_loader(parse, capsys):
 def test_arguments_pickle_without_the_plugin(parse):
     """A checkpoint holds the namespace: nothing in it may be of ours."""
     args = parse("--attention-backend", "mtraining", "--mtraining-top-p", "0.9")
-    ours = {name: value for name, value in vars(args).items() if type(value).__module__.startswith("megatron_mtraining")}
+    ours = {
+        name: value for name, value in vars(args).items() if type(value).__module__.startswith("megatron_mtraining")
+    }
     assert not ours
     for name, value in vars(args).items():
         if name.startswith("mtraining_"):
@@ -177,7 +195,8 @@ def test_uninstalling_restores_megatron(parse):
 
     def places():
         return [
-            arguments.add_megatron_arguments, arguments.validate_args, TransformerConfig.__post_init__, GPTModel.__init__,
+            arguments.add_megatron_arguments, arguments.validate_args,
+            TransformerConfig.__post_init__, GPTModel.__init__,
             parallel_state.initialize_model_parallel, parallel_state.destroy_model_parallel,
             training.setup_model_and_optimizer, training.get_batch_on_this_cp_rank, utils.get_batch_on_this_cp_rank,
             rope_utils.get_pos_emb_on_this_cp_rank, rotary_pos_embedding.get_pos_emb_on_this_cp_rank,

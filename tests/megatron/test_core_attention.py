@@ -228,6 +228,27 @@ def test_the_recorder_gets_each_layers_index_in_training(plugin):
     assert list(state.recorder.indices) == [7]
 
 
+class _Ranks:
+    """Stands in for a context-parallel group of two ranks."""
+
+    def size(self):
+        return 2
+
+    def rank(self):
+        return 0
+
+
+@pytest.mark.parametrize("missing", ["batch", "rotary"])
+def test_what_was_not_dealt_in_the_layout_of_attention_is_an_error(plugin, missing):
+    """Another slicer of the batch, or of the rotary embedding, would give silently wrong positions."""
+    state = plugin(model=make_config(context_parallel_size=2))
+    state.expects = {"batch", "rotary"}
+    state.dealt = {what: {512} - ({512} if what == missing else set()) for what in state.expects}
+    q, k, v = qkv()
+    with pytest.raises(RefusedError, match=f"the {missing} of a sequence of 512 tokens was not dealt.*deal_{missing}"):
+        core()._over_ranks(q, k, v, _Ranks())
+
+
 def test_without_set_up_the_module_says_how(one_rank):
-    with pytest.raises(RefusedError, match="python -m megatron_mtraining.launch"):
+    with pytest.raises(RefusedError, match=r"python -m megatron_mtraining\.launch"):
         core()

@@ -104,7 +104,7 @@ def test_batches_that_cannot_be_dealt_are_refused(native, changes, expected):
 
 
 def test_a_length_that_does_not_fit_names_the_nearest(native):
-    with pytest.raises(ValueError, match="seq_len=100.*nearest"):
+    with pytest.raises(ValueError, match=r"seq_len=100.*nearest"):
         deal_batch({"tokens": torch.zeros(1, 100)}, cp_group=RankOf(0, 4))
 
 
@@ -192,16 +192,17 @@ def test_every_zigzag_slicer_in_the_installed_megatron_is_known():
     found = {str(path.relative_to(root)) for path in root.rglob("*.py") if pattern.search(path.read_text())}
     assert found == {
         "utils.py",  # the batch slicer: replaced
-        "models/common/embeddings/rope_utils.py",  # the rotary slicer: replaced; packed sequences are refused over ranks
+        "models/common/embeddings/rope_utils.py",  # the rotary slicer: replaced; packed sequences are refused
         "fusions/fused_mla_yarn_rope_apply.py",  # packed sequences only
         "transformer/experimental_attention_variant/dsa_layout.py",  # the variant is refused
     }
 
 
 def test_rebinding_reaches_the_running_script_and_is_undone(monkeypatch):
-    import __main__
     from megatron.core import utils
     from megatron.training import training
+
+    import __main__
 
     original = utils.get_batch_on_this_cp_rank
     monkeypatch.setattr(__main__, "sliced_by", original, raising=False)

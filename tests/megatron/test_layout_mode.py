@@ -41,7 +41,7 @@ def test_other_users_of_zigzag_make_it_convert(name):
 
 @pytest.mark.parametrize("name", USERS)
 def test_native_beside_them_is_refused(name):
-    with pytest.raises(RefusedError, match="--mtraining-layout-mode native: .*use auto or convert"):
+    with pytest.raises(RefusedError, match=r"--mtraining-layout-mode native: .*use auto or convert"):
         choose("native", **USERS[name])
 
 

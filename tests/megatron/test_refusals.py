@@ -58,7 +58,9 @@ def test_every_refusal_has_a_test():
 @pytest.mark.parametrize("name", COMMAND_LINES)
 def test_refused_on_the_command_line(parse, name):
     options, expected = COMMAND_LINES[name]
-    with pytest.raises(RefusedError, match=f"^{expected}: not supported with --attention-backend mtraining.*; use ") as e:
+    with pytest.raises(
+        RefusedError, match=f"^{expected}: not supported with --attention-backend mtraining.*; use "
+    ) as e:
         parse("--attention-backend", "mtraining", *options.split())
     assert "\n" not in str(e.value)
 
@@ -133,18 +135,27 @@ def test_equal_head_dimensions_of_latent_attention_are_taken(parse):
 @pytest.mark.parametrize("modules", ["mlp", "moe_router"])
 def test_cuda_graphs_without_attention_are_taken(parse, modules):
     parse(
-        "--attention-backend", "mtraining", "--cuda-graph-impl", "local", "--cuda-graph-modules", modules, validate=False
+        "--attention-backend", "mtraining", "--cuda-graph-impl", "local", "--cuda-graph-modules", modules,
+        validate=False,
     )  # fmt: skip
 
 
 def test_cuda_graphs_of_attention_are_refused(parse):
-    options = "--attention-backend mtraining --cuda-graph-impl transformer_engine --cuda-graph-modules mlp attn".split()
+    options = [
+        "--attention-backend",
+        "mtraining",
+        "--cuda-graph-impl",
+        "transformer_engine",
+        "--cuda-graph-modules",
+        "mlp",
+        "attn",
+    ]
     with pytest.raises(RefusedError, match="--cuda-graph-impl transformer_engine"):
         parse(*options, validate=False)
 
 
 def test_deterministic_mode_and_nondeterministic_kernels_conflict(parse):
-    with pytest.raises(RefusedError, match="--no-mtraining-deterministic.*--deterministic-mode"):
+    with pytest.raises(RefusedError, match=r"--no-mtraining-deterministic.*--deterministic-mode"):
         parse("--attention-backend", "mtraining", "--deterministic-mode", "--no-mtraining-deterministic")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 
 import pytest
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
@@ -15,18 +14,16 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hybrid import hybrid_block, hybrid_layer_specs
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import (
     CrossAttention,
     CrossAttentionSubmodules,
     SelfAttention,
-    SelfAttentionSubmodules,
 )
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -44,62 +41,19 @@ from megatron_mtraining.integration import (
 )
 from megatron_mtraining.integration.model_check import count_attention
 
+from . import user_specs
 from .conftest import make_config
-
-
-def attention_spec(core=DotProductAttention, mask=AttnMaskType.causal):
-    return ModuleSpec(
-        module=SelfAttention,
-        params={"attn_mask_type": mask},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear, core_attention=core, linear_proj=RowParallelLinear
-        ),
-    )
-
-
-def user_layer_spec(**changes):
-    """A layer spec as a user might write one (``--spec``)."""
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=WrappedTorchNorm,
-            self_attention=attention_spec(**changes),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=WrappedTorchNorm,
-            mlp=ModuleSpec(
-                module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-            ),
-            mlp_bda=get_bias_dropout_add,
-        ),
-    )
-
-
-def local_hybrid_spec():
-    """A hybrid stack of attention and MLP layers that needs no Transformer Engine."""
-    attention = TransformerLayerSubmodules(
-        input_layernorm=WrappedTorchNorm, self_attention=attention_spec(), self_attn_bda=get_bias_dropout_add
-    )
-    mlp = functools.partial(
-        MLP.as_mlp_submodule,
-        submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
-    )
-    return ModuleSpec(
-        module=HybridStack,
-        submodules=HybridStackSubmodules(
-            attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
-            mlp_layer=ModuleSpec(
-                module=MLPLayer,
-                submodules=TransformerLayerSubmodules(
-                    pre_mlp_layernorm=WrappedTorchNorm, mlp=mlp, mlp_bda=get_bias_dropout_add
-                ),
-            ),
-        ),
-    )
+from .user_specs import attention_spec, user_layer_spec
 
 
 def build_gpt(spec, config=None, **options):
     return GPTModel(
-        config or make_config(), spec, vocab_size=128, max_sequence_length=256, position_embedding_type="rope", **options
+        config or make_config(),
+        spec,
+        vocab_size=128,
+        max_sequence_length=256,
+        position_embedding_type="rope",
+        **options,
     )
 
 
@@ -151,7 +105,10 @@ def test_megatrons_hybrid_spec_is_swapped_where_attention_is_plain():
     for layer in (layers.attention_layer, layers.mla_layer):
         assert layer.submodules.self_attention.submodules.core_attention is MTrainingCoreAttention
     dsa = layers.dsa_layer.submodules.self_attention.submodules.core_attention
-    assert dsa is hybrid_layer_specs.hybrid_stack_spec.submodules.dsa_layer.submodules.self_attention.submodules.core_attention
+    assert (
+        dsa
+        is hybrid_layer_specs.hybrid_stack_spec.submodules.dsa_layer.submodules.self_attention.submodules.core_attention
+    )
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -186,7 +143,7 @@ class TestModels:
         config = make_config(num_layers=4, is_hybrid_model=True)
         plugin(model=config)
         model = HybridModel(
-            config, local_hybrid_spec(), vocab_size=128, max_sequence_length=256, hybrid_layer_pattern="*-*-",
+            config, user_specs.hybrid_stack_spec, vocab_size=128, max_sequence_length=256, hybrid_layer_pattern="*-*-",
             position_embedding_type="rope",
         )  # fmt: skip
         assert len(check_model([model]).swapped) == 2
@@ -197,13 +154,14 @@ class TestModels:
         own = ModuleSpec(module=DotProductAttention, submodules=MLPSubmodules(None, None))
         own.module = type("OwnAttention", (DotProductAttention,), {"__init__": _drop_submodules})
         with pytest.raises(
-            RefusedError, match=r"only 0 of 2 causal.*decoder.layers.0.self_attention \(OwnAttention\), decoder.layers.1"
+            RefusedError,
+            match=r"only 0 of 2 causal.*decoder.layers.0.self_attention \(OwnAttention\), decoder.layers.1",
         ):
             build_gpt(user_layer_spec(core=own))
 
     def test_a_model_without_causal_attention_is_an_error(self, plugin):
         plugin()
-        with pytest.raises(RefusedError, match="no causal self-attention layer.*padding, DotProductAttention"):
+        with pytest.raises(RefusedError, match=r"no causal self-attention layer.*padding, DotProductAttention"):
             build_gpt(user_layer_spec(mask=AttnMaskType.padding))
 
     def test_without_the_plugin_nothing_is_swapped(self):
@@ -221,7 +179,7 @@ class TestModels:
             assert model.decoder.layers[0].self_attention.core_attention.mtraining == mtraining
 
     def test_hybrid_spec_function(self):
-        spec = hybrid_stack_spec(local_hybrid_spec())
+        spec = hybrid_stack_spec(user_specs.hybrid_stack_spec)
         assert _core_of(spec.submodules.attention_layer).module is MTrainingCoreAttention
 
     def test_a_spec_without_attention_is_refused(self):

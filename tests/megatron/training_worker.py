@@ -1,8 +1,8 @@
-"""Runs Megatron's training loop through the launcher, once per scenario, in one process per rank, and dumps what it did.
+"""Runs Megatron's training loop through the launcher, once per scenario, one process per rank, and dumps what it did.
 
-Started by torchrun with a file of scenarios and an output folder. A scenario is a list of command-line options; all of them
-run in the same processes, because importing Megatron takes most of the time. Weights are set from the parameters' global
-names, so that every split of the model over ranks starts from the same numbers.
+Started by torchrun with a file of scenarios and an output folder. A scenario is a list of command-line options; all of
+them run in the same processes, because importing Megatron takes most of the time. Weights are set from the parameters'
+global names, so that every split of the model over ranks starts from the same numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ import torch
 from megatron_mtraining import launch
 from megatron_mtraining.integration import cpu_compat
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "pretrain_gpt.py"
+SCRIPTS = {
+    "gpt": Path(__file__).parents[2] / "examples" / "pretrain_gpt.py",
+    "hybrid": Path(__file__).with_name("pretrain_hybrid.py"),
+}
 
 
 class Record:
@@ -69,7 +72,7 @@ def set_weights(models):
 
 
 def dump_gradients(models):
-    """The gradients that the optimizer is about to use, with the dimension that tensor parallelism splits (-1: none)."""
+    """The gradients that the optimizer is about to use, with the dimension that tensor parallelism splits (or -1)."""
     from megatron.core import parallel_state
 
     gradients = {}
@@ -125,6 +128,22 @@ def watch():
     core_attention.attention_on_groups = watched_attention
 
 
+def mask_losses(is_masked):
+    """Lets only the last quarter of each sample count, so that ranks hold different numbers of valid tokens."""
+    from megatron.core.datasets.gpt_dataset import MockGPTDataset
+
+    get = MockGPTDataset.__getitem__
+
+    def masked(self, index):
+        sample = get(self, index)
+        if is_masked():
+            sample["loss_mask"] = sample["loss_mask"].clone()
+            sample["loss_mask"][: sample["loss_mask"].numel() * 3 // 4] = 0
+        return sample
+
+    MockGPTDataset.__getitem__ = masked
+
+
 def forget_megatron():
     """Ends Megatron's state of a run, so that the next can start in the same process."""
     from megatron.core import parallel_state
@@ -143,9 +162,12 @@ def main(scenario_file, folder):
     global record
     cpu_compat.activate()
     watch()
+    name = ""
+    mask_losses(lambda: name.startswith("masked"))
     for name, options in json.loads(Path(scenario_file).read_text()).items():
         record = Record()
-        launch.main([str(SCRIPT), "--mtraining-cpu", *options])
+        script = SCRIPTS["hybrid" if name.startswith("hybrid") else "gpt"]
+        launch.main([str(script), "--mtraining-cpu", *options])
         torch.save(vars(record), Path(folder) / f"{name}.{torch.distributed.get_rank()}.pt")
         forget_megatron()
 
