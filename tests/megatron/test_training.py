@@ -174,6 +174,15 @@ def test_sparse_gradients_do_not_depend_on_the_ranks(runs, name):
     assert_same_losses(runs, name, "sparse_dp4")
 
 
+@pytest.mark.parametrize(
+    ("name", "layers", "micro_batches"),
+    [("dp4", 2, 1), ("cp4_hierarchical", 2, 4), ("tp2_cp2", 2, 4), ("pp2_cp2", 1, 4), ("mtp_cp4", 3, 4)],
+)
+def test_every_layer_and_micro_batch_goes_through_the_plugin(runs, name, layers, micro_batches):
+    """Case K2: no layer silently keeps another backend."""
+    assert [len(run["indices"]) for run in runs.ranks(name)] == [layers * micro_batches] * RANKS
+
+
 def test_the_sparse_runs_are_sparse(runs):
     dense, sparse = runs.gradients("cp4"), runs.gradients("sparse_cp4")
     assert max(float((sparse[name] - dense[name]).norm() / dense[name].norm()) for name in dense) > 1e-2
