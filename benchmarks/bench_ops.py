@@ -221,7 +221,8 @@ def write(bench: Bench, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     date = datetime.date.today().isoformat()
     name = f"ops-{date}-{torch.cuda.get_device_name().lower().replace(' ', '-')}"
-    command = "python -m benchmarks.bench_ops " + " ".join(sys.argv[1:])
+    options = " ".join(sys.argv[1:]).replace(str(folder), "benchmarks/results")
+    command = f"python -m benchmarks.bench_ops {options}"
     card = {
         "date": date, "command": command, "device": torch.cuda.get_device_name(), "torch": torch.__version__,
         "matmul_tflops": round(bench.matmul, 1), "note": "sm80 kernels run here on Hopper, not on an A100",

@@ -236,10 +236,13 @@ attention_forward_kernel(const __grid_constant__ AttentionForwardParams p) {
     const float scale_log2 = p.scale * device::kLog2e;
     work.begin(place);
     int position = 0;
+    bool any = false;
     while (const int count = QueryScan<Config::kWarps>::fill(shared.list, p.shape, p.mask, position)) {
         work.walk(count, scale_log2);
+        any = true;
     }
     device::copy_async_wait<0>();
+    if (!any && p.accumulate && !p.final.data) return;  // nothing to merge
     const QueryPlace again(p.shape, device::block_index());
     store_rows<typename Config::T, Config::D, Config::kRowTiles>(p, again, work.first_row, work.out, work.maximum,
                                                                  work.sum);

@@ -178,10 +178,12 @@ query_gradient_kernel(const __grid_constant__ QueryGradParams p) {
     work.begin(place);
     const float scale_log2 = p.scale * device::kLog2e;
     int position = 0;
+    bool any = false;
     while (const int count = QueryScan<Config::kWarps>::fill(shared.list, p.shape, p.mask, position)) {
         work.walk(count, scale_log2);
+        any = true;
     }
-    work.store();
+    if (any || !p.accumulate) work.store();
 }
 
 template <typename T, int D>
