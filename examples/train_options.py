@@ -170,7 +170,7 @@ def optimizer_arguments(options: TrainOptions) -> list[str]:
         f"--lr-decay-style cosine --lr-warmup-iters {max(1, options.steps // 20)} --adam-beta2 0.95 "
         f"--weight-decay 0.01 --log-interval {interval} --tensorboard-log-interval {interval} "
         f"--tensorboard-dir {options.folder}/tensorboard --mtraining-metrics {options.folder}/metrics.jsonl "
-        f"--eval-interval {options.steps} --eval-iters 2 "
+        f"--eval-interval {options.steps + 1} --eval-iters 2 "
         f"--save {options.checkpoint} --save-interval {max(1, min(50, options.steps))} --ckpt-format torch_dist"
     )
     if options.resume:  # a longer run than the one before decays over its own steps
