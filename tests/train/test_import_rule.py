@@ -16,7 +16,7 @@ LAYERS = (
     {"ops"},
     {"comm", "metrics"},
     {"estimate", "ring"},
-    {"attention", "testing"},
+    {"ring_op", "attention", "testing"},
     {"integration", "launch"},
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
