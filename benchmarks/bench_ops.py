@@ -192,11 +192,13 @@ def main() -> None:
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16 matmul {bench.matmul:.0f} TFLOP/s", flush=True
     )
-    for heads in args.heads:
-        for seq_len in args.seq_lens:
-            run_shape(bench, Problem(seq_len, *map(int, heads.split("/"))), args)
-    if args.out:
-        write(bench, args.out)
+    try:
+        for heads in args.heads:
+            for seq_len in args.seq_lens:
+                run_shape(bench, Problem(seq_len, *map(int, heads.split("/"))), args)
+    finally:  # what was measured before an error is kept
+        if args.out and bench.rows:
+            write(bench, args.out)
 
 
 def run_shape(bench: Bench, shape: Problem, args: argparse.Namespace) -> None:
@@ -207,11 +209,11 @@ def run_shape(bench: Bench, shape: Problem, args: argparse.Namespace) -> None:
         problem = Problem(shape.seq_len, shape.heads, shape.kv_heads, shape.head_dim, density or None)
         index = problem.index()
         bench.ours(problem, index, dense)
-        if dense and not density:
-            bench.flex(problem, index)
         if not density and shape.seq_len == max(args.seq_lens):
             for cp_size in args.cp_sizes:
                 bench.share(problem, index, cp_size)
+    if dense:
+        bench.flex(shape, shape.index())
 
 
 def write(bench: Bench, folder: Path) -> None:
@@ -219,7 +221,8 @@ def write(bench: Bench, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     date = datetime.date.today().isoformat()
     name = f"ops-{date}-{torch.cuda.get_device_name().lower().replace(' ', '-')}"
-    command = "python -m benchmarks.bench_ops " + " ".join(sys.argv[1:])
+    options = " ".join(sys.argv[1:]).replace(str(folder), "benchmarks/results")
+    command = f"python -m benchmarks.bench_ops {options}"
     card = {
         "date": date, "command": command, "device": torch.cuda.get_device_name(), "torch": torch.__version__,
         "matmul_tflops": round(bench.matmul, 1), "note": "sm80 kernels run here on Hopper, not on an A100",

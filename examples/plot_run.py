@@ -41,7 +41,7 @@ def _axes(title: str, ylabel: str, xlabel: str = "step") -> tuple[Any, Any]:
 
 
 def _save(figure: Any, path: Path) -> None:
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=130, bbox_inches="tight")
     pyplot.close(figure)
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 BLOCK = 64
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN = 2, 192, 2, 1, 64, 512  # trains in minutes on two cores
 INIT_STD = 0.07  # about 1 / sqrt(HIDDEN): logits of order one from the first step
-MAX_VERTICAL, MAX_SLASH = 512, 32  # caps of the index; the attention of so small a model is too diffuse for top-p alone
+# Caps of the index, of all columns and distances: so small a model attends too diffusely for top-p alone to be sparse.
+VERTICAL_CAP, SLASH_CAP = 1 / 16, 1 / 4
 ATTENTIONS = ("mtraining", "dense")
 RUNS = Path("runs")
 DATA_FOLDER = Path("data")
@@ -96,9 +97,21 @@ def parse_options(argv: list[str], gpus: int) -> TrainOptions:
         extra=tuple(shlex.split(given.extra)),
         gpus=gpus,
     )
-    if options.resume and not (options.checkpoint / "latest_checkpointed_iteration.txt").exists():
-        raise OptionError(f"RESUME=1: {options.checkpoint} holds no checkpoint (NAME={name})")
+    if options.resume:
+        _check_resumable(options)
     return options
+
+
+def _check_resumable(options: TrainOptions) -> None:
+    """Raise OptionError unless the run has a checkpoint from before its last step."""
+    tracker = options.checkpoint / "latest_checkpointed_iteration.txt"
+    if not tracker.exists():
+        raise OptionError(f"RESUME=1: {options.checkpoint} holds no checkpoint (NAME={options.name})")
+    done = int(tracker.read_text())
+    if done >= options.steps:
+        raise OptionError(
+            f"STEPS={options.steps}: the checkpoint of {options.name} is at step {done}; ask for more steps"
+        )
 
 
 def _positive(name: str, text: str) -> int:
@@ -172,7 +185,8 @@ def attention_arguments(options: TrainOptions, nproc: int) -> list[str]:
         arguments += ["--hierarchical-context-parallel-sizes", str(options.inner), str(nproc // options.inner)]
     if options.attention == "dense":
         return [*arguments, "--mtraining-dense"]
-    caps = ["--mtraining-max-vertical", str(MAX_VERTICAL), "--mtraining-max-slash", str(MAX_SLASH)]
+    max_vertical, max_slash = int(options.seq * VERTICAL_CAP), max(1, int(options.seq // BLOCK * SLASH_CAP))
+    caps = ["--mtraining-max-vertical", str(max_vertical), "--mtraining-max-slash", str(max_slash)]
     return [*arguments, "--mtraining-top-p", str(options.top_p), *caps]
 
 

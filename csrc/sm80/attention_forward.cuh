@@ -1,9 +1,8 @@
-// Forward: a team of two warps owns one query block of one head; each warp holds 32 rows. One online-softmax
+// Forward: a thread block of two warps owns one query block of one head; each warp holds 32 rows. One online-softmax
 // loop runs over the slash tiles and then over the column tiles; the epilogue merges with what earlier launches left.
 //
 // 32 rows a warp halve the shared-memory reads per product against 16, which otherwise bound mma.sync on Hopper; four
-// teams (48 KiB each at D = 128) share a multiprocessor. Two teams make a thread block, so that its warps cover the four
-// schedulers.
+// such thread blocks (48 KiB each at D = 128) share a multiprocessor.
 #pragma once
 
 #include "mtraining/check.h"
@@ -18,9 +17,8 @@ struct ForwardConfig {
     static constexpr int D = D_;
     static constexpr int kWarps = 2;
     static constexpr int kThreads = 32 * kWarps;
-    static constexpr int kTeams = 2;         // of a thread block
     static constexpr int kRowTiles = 2;      // 16-row tiles of a warp
-    static constexpr int kBlocksPerSm = 2;
+    static constexpr int kBlocksPerSm = 4;
     // Rows are rescaled only when their maximum grows by more than 2^8: until then the old maximum serves, and the
     // probabilities stay below 2^8, harmless in either input type with fp32 sums.
     static constexpr float kRescale = 8.0f;
@@ -43,7 +41,6 @@ struct Forward {
     static constexpr int kThreads = Config::kThreads;
     static constexpr int kM = Config::kRowTiles;
     using Shared = ForwardShared<Config>;
-    using Group = Team<Config::kWarps>;
 
     const AttentionForwardParams& p;
     Shared& shared;
@@ -54,7 +51,7 @@ struct Forward {
     float sum[kM][2];      // this thread's columns
 
     __device__ Forward(const AttentionForwardParams& params, Shared& smem)
-        : p(params), shared(smem), lane(threadIdx.x % 32), first_row(Group::warp() * 16 * kM) {
+        : p(params), shared(smem), lane(threadIdx.x % 32), first_row((threadIdx.x / 32) * 16 * kM) {
 #pragma unroll
         for (int m = 0; m < kM; ++m) {
             maximum[m][0] = maximum[m][1] = device::negative_infinity();
@@ -69,7 +66,7 @@ struct Forward {
         TileSource<T> q;
         q.set(p.q, place.batch, place.head);
         q.template copy<D, kThreads>(shared.q, Item::encode(place.q_block, 0, false, false), device::kAllRows);
-        if (Group::thread() == 0) {
+        if (threadIdx.x == 0) {
             const int kv_head = place.head / (p.shape.heads / p.shape.kv_heads);
             shared.k_source[0].set(p.k, place.batch, kv_head);
             shared.v_source[0].set(p.v, place.batch, kv_head);
@@ -128,9 +125,8 @@ struct Forward {
                 }
     }
 
-    // Turns scores into probabilities relative to the running maximum, rounded to A operands at once: that halves the
-    // registers they take while the next K is copied. Updates maximum, sum and out.
-    __device__ __forceinline__ void softmax(float (&s)[kM][8][4], uint32_t (&probs)[kM][4][4], float scale_log2) {
+    // Raises the running maximum for these scores where it matters, and rescales sum and out with it.
+    __device__ __forceinline__ void update_maximum(const float (&s)[kM][8][4], float scale_log2) {
         float grown[kM][2];
         bool rescale = false;
 #pragma unroll
@@ -145,49 +141,56 @@ struct Forward {
                 grown[m][r] = fmaxf(top, maximum[m][r]);
                 rescale |= (grown[m][r] - maximum[m][r]) * scale_log2 > Config::kRescale;
             }
-        if (__any_sync(0xffffffffu, rescale)) {
+        if (!__any_sync(0xffffffffu, rescale)) return;
 #pragma unroll
-            for (int m = 0; m < kM; ++m)
+        for (int m = 0; m < kM; ++m)
 #pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    const float factor = device::exp2_fast((maximum[m][r] - grown[m][r]) * scale_log2);
-                    maximum[m][r] = grown[m][r];
-                    sum[m][r] *= factor;
+            for (int r = 0; r < 2; ++r) {
+                const float factor = device::exp2_fast((maximum[m][r] - grown[m][r]) * scale_log2);
+                maximum[m][r] = grown[m][r];
+                sum[m][r] *= factor;
 #pragma unroll
-                    for (int n = 0; n < D / 8; ++n) {
-                        out[m][n][2 * r] *= factor;
-                        out[m][n][2 * r + 1] *= factor;
-                    }
+                for (int n = 0; n < D / 8; ++n) {
+                    out[m][n][2 * r] *= factor;
+                    out[m][n][2 * r + 1] *= factor;
                 }
-        }
+            }
+    }
+
+    // Probabilities of 16 keys relative to the running maximum, as A operands; their sums.
+    __device__ __forceinline__ void probabilities(uint32_t (&a)[kM][4], const float (&s)[kM][8][4], int k,
+                                                  float scale_log2) {
 #pragma unroll
         for (int m = 0; m < kM; ++m)
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const float offset = maximum[m][r] * scale_log2;
 #pragma unroll
-                for (int n = 0; n < 8; ++n) {
-                    s[m][n][2 * r] = device::exp2_fast(fmaf(s[m][n][2 * r], scale_log2, -offset));
-                    s[m][n][2 * r + 1] = device::exp2_fast(fmaf(s[m][n][2 * r + 1], scale_log2, -offset));
-                    sum[m][r] += s[m][n][2 * r] + s[m][n][2 * r + 1];
-                    probs[m][n / 2][n % 2 * 2 + r] = device::pack<T>(s[m][n][2 * r], s[m][n][2 * r + 1]);
+                for (int half = 0; half < 2; ++half) {
+                    const float* x = s[m][2 * k + half];
+                    const float low = device::exp2_fast(fmaf(x[2 * r], scale_log2, -offset));
+                    const float high = device::exp2_fast(fmaf(x[2 * r + 1], scale_log2, -offset));
+                    sum[m][r] += low + high;
+                    a[m][2 * half + r] = device::pack<T>(low, high);
                 }
             }
     }
 
-    // out += P V
-    __device__ __forceinline__ void accumulate(const uint32_t (&probs)[kM][4][4]) {
+    // out += P V, 16 keys at a time: the exponentials of the next 16 fill the gaps between these products.
+    __device__ __forceinline__ void accumulate(const float (&s)[kM][8][4], float scale_log2) {
         const uint32_t v = Tile::lane_address(device::shared_address(shared.v), lane);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
+            uint32_t a[kM][4];
+            probabilities(a, s, k, scale_log2);
 #pragma unroll
             for (int n = 0; n < D / 16; ++n) {
                 uint32_t b[4];
                 device::load_matrix_transposed(b, Tile::moved(v, 16 * k, n));
 #pragma unroll
                 for (int m = 0; m < kM; ++m) {
-                    device::mma<T>(out[m][2 * n], probs[m][k], b[0], b[1]);
-                    device::mma<T>(out[m][2 * n + 1], probs[m][k], b[2], b[3]);
+                    device::mma<T>(out[m][2 * n], a[m], b[0], b[1]);
+                    device::mma<T>(out[m][2 * n + 1], a[m], b[2], b[3]);
                 }
             }
         }
@@ -198,51 +201,49 @@ struct Forward {
         copy_k(0);
         copy_v(0);
         device::copy_async_wait<1>();
-        Group::sync();
+        __syncthreads();
         for (int t = 0; t < count; ++t) {
             const bool more = t + 1 < count;
-            uint32_t probs[kM][4][4];
             float s[kM][8][4];
             score(s);
-            Group::sync();  // everyone is done with K
+            __syncthreads();  // everyone is done with K
             if (more) copy_k(t + 1);
             const uint32_t code = shared.list.code[t];
             const uint64_t mask = shared.list.mask[t];
             if (Item::diagonal(code) || mask != device::kAllRows) apply_mask(s, Item::diagonal(code), mask);
-            softmax(s, probs, scale_log2);
+            update_maximum(s, scale_log2);
             if (more) {
                 device::copy_async_wait<1>();
             } else {
                 device::copy_async_wait<0>();
             }
-            Group::sync();  // V has landed
-            accumulate(probs);
+            __syncthreads();  // V has landed
+            accumulate(s, scale_log2);
             device::copy_async_wait<0>();
-            Group::sync();  // the next K has landed, and everyone is done with V
+            __syncthreads();  // the next K has landed, and everyone is done with V
             if (more) copy_v(t + 1);
         }
     }
 };
 
 template <typename Config>
-__global__ void __launch_bounds__(Config::kThreads* Config::kTeams, Config::kBlocksPerSm)
-attention_forward_kernel(const __grid_constant__ AttentionForwardParams p, uint32_t row_blocks) {
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
+attention_forward_kernel(const __grid_constant__ AttentionForwardParams p) {
     extern __shared__ __align__(256) unsigned char dynamic_shared[];
-    using Group = Team<Config::kWarps>;
-    auto& shared = reinterpret_cast<ForwardShared<Config>*>(dynamic_shared)[Group::index()];
-    const uint32_t index = blockIdx.x * Config::kTeams + Group::index();
-    if (index >= row_blocks) return;
-    const QueryPlace place(p.shape, index);
-    const int batch_head = place.batch * p.shape.heads + place.head, q_block = place.q_block;
+    auto& shared = *reinterpret_cast<ForwardShared<Config>*>(dynamic_shared);
+    const QueryPlace place(p.shape, blockIdx.x);
     Forward<Config> work(p, shared);
     const float scale_log2 = p.scale * device::kLog2e;
     work.begin(place);
     int position = 0;
-    while (const int count = QueryScan<Config::kWarps>::fill(shared.list, p.shape, p.mask, batch_head, q_block, position)) {
+    bool any = false;
+    while (const int count = QueryScan<Config::kWarps>::fill(shared.list, p.shape, p.mask, position)) {
         work.walk(count, scale_log2);
+        any = true;
     }
     device::copy_async_wait<0>();
-    const QueryPlace again(p.shape, device::block_index() * Config::kTeams + Group::index());
+    if (!any && p.accumulate && !p.final.data) return;  // nothing to merge
+    const QueryPlace again(p.shape, device::block_index());
     store_rows<typename Config::T, Config::D, Config::kRowTiles>(p, again, work.first_row, work.out, work.maximum,
                                                                  work.sum);
 }
@@ -250,13 +251,12 @@ attention_forward_kernel(const __grid_constant__ AttentionForwardParams p, uint3
 template <typename T, int D>
 void launch_attention_forward(const AttentionForwardParams& p, cudaStream_t stream) {
     using Config = ForwardConfig<T, D>;
-    constexpr int kShared = sizeof(ForwardShared<Config>) * Config::kTeams;
+    constexpr int kShared = sizeof(ForwardShared<Config>);
     const auto kernel = attention_forward_kernel<Config>;
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared),
                "attention_forward (sm_80) set-up");
-    const uint32_t row_blocks = static_cast<uint32_t>(p.shape.batch) * p.shape.heads * p.shape.q_blocks;
-    const uint32_t grid = (row_blocks + Config::kTeams - 1) / Config::kTeams;
-    kernel<<<grid, Config::kThreads * Config::kTeams, kShared, stream>>>(p, row_blocks);
+    const int64_t grid = static_cast<int64_t>(p.shape.batch) * p.shape.heads * p.shape.q_blocks;
+    kernel<<<static_cast<unsigned>(grid), Config::kThreads, kShared, stream>>>(p);
     check_cuda(cudaGetLastError(), "attention_forward (sm_80)");
 }
 

@@ -19,7 +19,7 @@ struct KeyScan {
     const int32_t* column_block;  // shared memory [64]: block of each column, -1 for none
     int position;
 
-    // Refills the list and moves `position` on; 0 when nothing is left. All threads of the team call it.
+    // Refills the list and moves `position` on; 0 when nothing is left. All threads call it.
     __device__ static __forceinline__ int fill(List& list, const Shape& shape, const Mask& mask, int first_batch_head,
                                                int group, int key_block, const int32_t* column_block, int& position) {
         const int words_per_head = (shape.blocks + 63) / 64;
@@ -34,7 +34,7 @@ struct KeyScan {
    private:
     __device__ __forceinline__ int scan(List& list, int count) {
         constexpr int kUnroll = List::kUnroll;
-        const int first = position + Team<kWarps>::warp() * 32 * kUnroll + threadIdx.x % 32;
+        const int first = position + (threadIdx.x / 32) * 32 * kUnroll + threadIdx.x % 32;
         bool active[kUnroll];
         uint32_t codes[kUnroll];
         uint64_t masks[kUnroll];

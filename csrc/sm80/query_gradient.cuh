@@ -106,13 +106,14 @@ struct QueryGrad {
         const uint32_t v = device::shared_address(stage.v);
         float s[8][4];
         product(s, q, Tile::lane_address_b(k, lane));
+        const uint32_t code = shared.list.code[slot];
+        const uint64_t mask = shared.list.mask[slot];
+        if (Item::diagonal(code) || mask != device::kAllRows) apply_mask(s, Item::diagonal(code), mask);
+        // No branch from here on: the exponentials fill the gaps between the products of dP.
 #pragma unroll
         for (int n = 0; n < 8; ++n)
 #pragma unroll
             for (int e = 0; e < 4; ++e) s[n][e] = device::exp2_fast(fmaf(s[n][e], scale_log2, -lse[e >> 1]));
-        const uint32_t code = shared.list.code[slot];
-        const uint64_t mask = shared.list.mask[slot];
-        if (Item::diagonal(code) || mask != device::kAllRows) apply_mask(s, Item::diagonal(code), mask);
         float dp[8][4];
         product(dp, dout, Tile::lane_address_b(v, lane));
 #pragma unroll
@@ -129,7 +130,8 @@ struct QueryGrad {
             for (int e = 0; e < 4; ++e) {
                 const int column = 8 * n + 2 * (lane % 4) + (e & 1);
                 const int row = first_row + lane / 4 + 8 * (e >> 1);
-                if (!((mask >> column) & 1) || (diagonal && column > row)) s[n][e] = 0;
+                const bool keep = ((mask >> column) & 1) && !(diagonal && column > row);
+                if (!keep) s[n][e] = device::negative_infinity();
             }
     }
 
@@ -172,15 +174,16 @@ query_gradient_kernel(const __grid_constant__ QueryGradParams p) {
     extern __shared__ __align__(256) unsigned char dynamic_shared[];
     auto& shared = *reinterpret_cast<QueryGradShared<Config>*>(dynamic_shared);
     const QueryPlace place(p.shape, blockIdx.x);
-    const int batch_head = place.batch * p.shape.heads + place.head, q_block = place.q_block;
     QueryGrad<Config> work(p, shared);
     work.begin(place);
     const float scale_log2 = p.scale * device::kLog2e;
     int position = 0;
-    while (const int count = QueryScan<Config::kWarps>::fill(shared.list, p.shape, p.mask, batch_head, q_block, position)) {
+    bool any = false;
+    while (const int count = QueryScan<Config::kWarps>::fill(shared.list, p.shape, p.mask, position)) {
         work.walk(count, scale_log2);
+        any = true;
     }
-    work.store();
+    if (any || !p.accumulate) work.store();
 }
 
 template <typename T, int D>

@@ -1,9 +1,8 @@
 // Which tiles meet a tile: lists built on the fly from the slash bitmap and the position tables, by all threads of a
-// team together. Nothing is stored per row in global memory, so any table and any number of chunks will do.
+// thread block together. Nothing is stored per row in global memory, so any table and any number of chunks will do.
 #pragma once
 
 #include "device/tile.cuh"
-#include "sm80/team.cuh"
 
 namespace mtraining::sm80 {
 
@@ -26,7 +25,7 @@ struct Item {
 // Where the tiles of one operand lie: kept in shared memory, so that no register holds it while tiles are worked off.
 template <typename T>
 struct TileSource {
-    const T* data;         // of the team's sample and head
+    const T* data;         // of the thread block's sample and head
     int64_t group_stride;  // of Item::group
     int64_t row_stride;
 
@@ -44,12 +43,11 @@ struct TileSource {
     template <int D, int kThreads>
     __device__ __forceinline__ void copy(unsigned char* to, uint32_t code, uint64_t rows) const {
         const T* tile = data + Item::group(code) * group_stride + Item::index(code) * kBlock * row_stride;
-        device::Tile<D>::template copy<kThreads>(device::shared_address(to), tile, row_stride, rows,
-                                                 Team<kThreads / 32>::thread());
+        device::Tile<D>::template copy<kThreads>(device::shared_address(to), tile, row_stride, rows, threadIdx.x);
     }
 };
 
-// The query block of a team. One key/value head after another, so that its keys stay in the L2 cache; within it
+// The query block of a thread block. One key/value head after another, so that its keys stay in the L2 cache; within it
 // late query blocks first, as they have the most keys.
 struct QueryPlace {
     int batch, head, q_block;
@@ -78,11 +76,11 @@ struct WorkList {
 
     __device__ static __forceinline__ bool has_room(int count) { return count <= kListCapacity - kListStep; }
 
-    // Appends the active candidates in the order (warp, unroll, lane); returns the new count. All threads of the team call it.
+    // Appends the active candidates in the order (warp, unroll, lane); returns the new count. All threads call it.
     __device__ __forceinline__ int append(int count, const bool (&active)[kUnroll], const uint32_t (&codes)[kUnroll],
                                           const uint64_t (&masks)[kUnroll]) {
         const int lane = threadIdx.x % 32;
-        const int warp = Team<kWarps>::warp();
+        const int warp = threadIdx.x / 32;
         uint32_t votes[kUnroll];
         int own = 0;
 #pragma unroll
@@ -91,7 +89,7 @@ struct WorkList {
             own += __popc(votes[u]);
         }
         if (lane == 0) warp_count[warp] = own;
-        Team<kWarps>::sync();
+        __syncthreads();
         int position = count;
 #pragma unroll
         for (int w = 0; w < kWarps; ++w) {
@@ -108,7 +106,7 @@ struct WorkList {
             }
             position += __popc(votes[u]);
         }
-        Team<kWarps>::sync();
+        __syncthreads();
         return count;
     }
 };
@@ -146,11 +144,11 @@ struct QueryScan {
 
     __device__ __forceinline__ int column_tiles() const { return (column_count + kBlock - 1) / kBlock; }
 
-    // Refills the list from its beginning and moves `position` on; 0 when nothing is left. All threads of the team call it. Static,
-    // so that only the position stays in a register while the tiles are worked off.
-    __device__ static __forceinline__ int fill(List& list, const Shape& shape, const Mask& mask, int batch_head,
-                                               int q_block, int& position) {
-        QueryScan scan(shape, mask, batch_head, q_block, position);
+    // Refills the list from its beginning and moves `position` on; 0 when nothing is left. All threads call it. Works the
+    // place out anew, so that only the position stays in a register while the tiles are worked off.
+    __device__ static __forceinline__ int fill(List& list, const Shape& shape, const Mask& mask, int& position) {
+        const QueryPlace place(shape, device::block_index());
+        QueryScan scan(shape, mask, place.batch * shape.heads + place.head, place.q_block, position);
         const int count = scan.fill(list);
         position = scan.position;
         return count;
@@ -169,7 +167,7 @@ struct QueryScan {
 
     __device__ __forceinline__ int scan_slash(List& list, int count) {
         constexpr int kUnroll = List::kUnroll;
-        const int first = position + Team<kWarps>::warp() * 32 * kUnroll + threadIdx.x % 32;
+        const int first = position + (threadIdx.x / 32) * 32 * kUnroll + threadIdx.x % 32;
         int distance[kUnroll];
         bool active[kUnroll];
         uint32_t codes[kUnroll];
@@ -201,7 +199,7 @@ struct QueryScan {
     __device__ __forceinline__ int scan_columns(List& list, int count) {
         constexpr int kUnroll = List::kUnroll;
         const int lane = threadIdx.x % 32;
-        const int first = position - candidates + Team<kWarps>::warp() * kUnroll;
+        const int first = position - candidates + (threadIdx.x / 32) * kUnroll;
         bool active[kUnroll];
         uint32_t codes[kUnroll];
         uint64_t masks[kUnroll];

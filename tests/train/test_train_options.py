@@ -76,6 +76,16 @@ def test_bad_values_are_one_line_that_names_them(
     assert "\n" not in str(raised.value)
 
 
+def test_nothing_left_to_resume_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoint = tmp_path / "runs" / "mtraining" / "checkpoint"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "latest_checkpointed_iteration.txt").write_text("80")
+    with pytest.raises(OptionError, match="STEPS=80: the checkpoint of mtraining is at step 80; ask for more"):
+        parse_options(["--resume"], gpus=0)
+    assert parse_options(["--resume", "--steps", "100"], gpus=0).resume
+
+
 def test_too_little_text_is_refused_before_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small.txt").write_text("too short")
