@@ -5,7 +5,7 @@ Megatron hard-wires Transformer Engine's final norm in its hybrid stack; the pla
 
 from __future__ import annotations
 
-import runpy
+import sys
 from pathlib import Path
 
 from megatron.core.enums import ModelType
@@ -15,17 +15,17 @@ from megatron.training import pretrain
 from megatron.training.argument_utils import hybrid_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "pretrain_gpt.py"
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+import pretrain_gpt as example  # a module of its own: the plugin replaces what loaded modules have imported by name
 
 
 def main():
-    example = runpy.run_path(str(EXAMPLE))
     hybrid_block.TENorm = WrappedTorchNorm
-    datasets = example["datasets_provider"]
+    datasets = example.datasets_provider
     datasets.is_distributed = True
     args = parse_and_validate_args()
     config = pretrain_cfg_container_from_args(args, hybrid_config_from_args(args))
-    pretrain(config, datasets, ModelType.encoder_or_decoder, example["forward_step"])
+    pretrain(config, datasets, ModelType.encoder_or_decoder, example.forward_step)
 
 
 if __name__ == "__main__":
