@@ -38,13 +38,12 @@ void set_keys(const Arguments& a, const Tensor& k, const Tensor& kv_blocks, Shap
     shape->kv_blocks = a.int32(k.size(2) / kBlock, "key blocks");
     shape->kv_heads = a.int32(k.size(3), "kv_heads");
     a.int32(k.size(0) * (k.size(2) / kBlock), "chunks * key blocks");
-    mask->kv_blocks =
-        a.contiguous<int32_t>(kv_blocks, "kv_blocks", ScalarType::Int, {k.size(0), k.size(2) / kBlock});
+    mask->kv_blocks = a.contiguous<int32_t>(kv_blocks, "kv_blocks", ScalarType::Int, {k.size(0), k.size(2) / kBlock});
 }
 
 void set_columns(const Arguments& a, const Tensor& column_list, Shape* shape, Mask* mask) {
-    mask->column_list = a.contiguous<int32_t>(column_list, "column_list", ScalarType::Int,
-                                              {shape->batch, shape->heads, kAny});
+    mask->column_list =
+        a.contiguous<int32_t>(column_list, "column_list", ScalarType::Int, {shape->batch, shape->heads, kAny});
     shape->columns = a.int32(column_list.size(2), "columns");
 }
 

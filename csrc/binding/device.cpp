@@ -39,9 +39,9 @@ Capability capability(int device) {
 }
 
 [[noreturn]] void refuse(const char* op, const char* reason, Capability found) {
-    fail(op, ": ", reason, "; built for architectures " MTRAINING_ARCHITECTURES ", found a device of compute capability ",
-         found.major, ".", found.minor,
-         " (rebuild with -DMTRAINING_CUDA_ARCHITECTURES=\"80;90\", or use kernel=\"reference\")");
+    fail(op, ": ", reason,
+         "; built for architectures " MTRAINING_ARCHITECTURES ", found a device of compute capability ", found.major,
+         ".", found.minor, " (rebuild with -DMTRAINING_CUDA_ARCHITECTURES=\"80;90\", or use kernel=\"reference\")");
 }
 
 }  // namespace

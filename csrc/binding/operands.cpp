@@ -43,7 +43,8 @@ Arguments::Arguments(const char* op, const Tensor& first) : op_(op), device_(fir
     check(first.is_cuda(), op, ": the first tensor is not on a CUDA device");
 }
 
-void Arguments::tensor(const Tensor& x, const char* name, ScalarType dtype, std::initializer_list<int64_t> sizes) const {
+void Arguments::tensor(const Tensor& x, const char* name, ScalarType dtype,
+                       std::initializer_list<int64_t> sizes) const {
     check(x.is_cuda() && x.get_device_index() == device_, op_, ": ", name, " is not on cuda:", device_,
           " like the first tensor");
     check(x.scalar_type() == dtype, op_, ": ", name, " is ", dtype_name(x.scalar_type()), ", must be ",

@@ -37,8 +37,8 @@ __global__ void __launch_bounds__(kListThreads) list_columns_kernel(const __grid
     for (int base = 0; base < p.listed_blocks; base += kListThreads) {
         const int place = base + threadIdx.x;
         const int block = place < p.listed_blocks ? __ldg(p.block_table + place) : -1;
-        uint64_t word = block >= 0 ? static_cast<uint64_t>(p.column_words[static_cast<int64_t>(row) * p.blocks + block])
-                                   : 0;
+        uint64_t word =
+            block >= 0 ? static_cast<uint64_t>(p.column_words[static_cast<int64_t>(row) * p.blocks + block]) : 0;
         const int bits = __popcll(word);
         int total;
         int64_t slot = listed + block_prefix(bits, scratch, &total) - bits - p.first;
@@ -69,7 +69,8 @@ __device__ __forceinline__ int find_block(const int32_t* table, int entries, int
 }
 
 // One warp a slot; 16 bytes a lane.
-__global__ void __launch_bounds__(32 * kWarpsPerBlock) gather_columns_kernel(const __grid_constant__ ColumnCopyParams p) {
+__global__ void __launch_bounds__(32 * kWarpsPerBlock)
+    gather_columns_kernel(const __grid_constant__ ColumnCopyParams p) {
     const int64_t index = static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + threadIdx.x / 32;
     const Shape& shape = p.shape;
     if (index >= static_cast<int64_t>(shape.batch) * shape.heads * shape.columns) return;

@@ -13,8 +13,8 @@
 namespace mtraining::probe {
 
 constexpr int kThreads = 128;
-constexpr int kHeads = 2;         // of a thread block
-constexpr int kM = 2;             // 16-row tiles of a warp
+constexpr int kHeads = 2;               // of a thread block
+constexpr int kM = 2;                   // 16-row tiles of a warp
 constexpr float kUnit = 4294967296.0f;  // 2^32
 
 template <int D>
@@ -57,9 +57,9 @@ __device__ __forceinline__ float raw_weight(float s, float maximum) {
     return fmaxf(device::exp2_fast(__fmul_rn(__fsub_rn(s, maximum), device::kLog2e)) * kUnit, 0.0f);
 }
 
-// Sums rint(raw weight) exactly in two floats: multiples of 4096, and what is left of each, rounded. The remainder alone
-// has a fraction, so rounding it rounds the weight. The conversion to a double would cost the special-function pipe,
-// which the exponentials fill, one more operation each.
+// Sums rint(raw weight) exactly in two floats: multiples of 4096, and what is left of each, rounded. The remainder
+// alone has a fraction, so rounding it rounds the weight. The conversion to a double would cost the special-function
+// pipe, which the exponentials fill, one more operation each.
 struct WeightSum {
     float high = 0, low = 0;  // of at most 16 weights: below 2^24 and 2^16 in their units
 
@@ -70,7 +70,9 @@ struct WeightSum {
         high += multiple;
         low += __fsub_rn(__fadd_rn(rest, kInteger), kInteger);
     }
-    __device__ __forceinline__ double total() const { return fma(static_cast<double>(high), 4096.0, static_cast<double>(low)); }
+    __device__ __forceinline__ double total() const {
+        return fma(static_cast<double>(high), 4096.0, static_cast<double>(low));
+    }
 };
 
 // rint(raw weight) as a double. Integers of floats are spread to the format of doubles by shifts, for the same reason;
@@ -104,13 +106,19 @@ struct Probe {
     const bool active;
 
     uint32_t q[kM][D / 16][4];
-    float maximum[kM][2];   // pass 1: so far; else: of the row, +inf where it is no probe
-    double factor[kM][2];   // pass 3: 2^32 / row sum
-    double sum[kM][2];      // pass 2: exact, below 2^53
+    float maximum[kM][2];  // pass 1: so far; else: of the row, +inf where it is no probe
+    double factor[kM][2];  // pass 3: 2^32 / row sum
+    double sum[kM][2];     // pass 2: exact, below 2^53
 
     __device__ Probe(const ProbeParams& params, Shared<D>& smem, const Place& where)
-        : p(params), shared(smem), place(where), lane(threadIdx.x % 32), warp(threadIdx.x / 32),
-          first_row(warp % 2 * 16 * kM), which(warp / 2), active(which == 0 || where.second) {}
+        : p(params),
+          shared(smem),
+          place(where),
+          lane(threadIdx.x % 32),
+          warp(threadIdx.x / 32),
+          first_row(warp % 2 * 16 * kM),
+          which(warp / 2),
+          active(which == 0 || where.second) {}
 
     __device__ __forceinline__ int row_of(int m, int r) const { return first_row + 16 * m + lane / 4 + 8 * r; }
 
@@ -233,8 +241,8 @@ struct Probe {
         }
     }
 
-    // Column sums of the warp's 32 rows into shared memory. A mass is rint(weight * factor): adding 1.5 * 2^52 rounds the
-    // product to an integer and leaves it in the low bits of the double, where integers can add it up.
+    // Column sums of the warp's 32 rows into shared memory. A mass is rint(weight * factor): adding 1.5 * 2^52 rounds
+    // the product to an integer and leaves it in the low bits of the double, where integers can add it up.
     __device__ __forceinline__ void add_masses(const float (&s)[kM][8][4], int buffer) {
         constexpr double kRound = 6755399441055744.0;
         constexpr int kRows = 2 * kM;

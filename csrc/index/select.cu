@@ -1,5 +1,5 @@
-// Top-p selection with caps by radix search: histogram of the next digit, choice of the digit, and the kept lines as bits.
-// All sums are of integers, so no order of summation shows.
+// Top-p selection with caps by radix search: histogram of the next digit, choice of the digit, and the kept lines as
+// bits. All sums are of integers, so no order of summation shows.
 #include <type_traits>
 
 #include "mtraining/check.h"
@@ -92,7 +92,7 @@ struct SharedHistogram {
 // kShared: one document, whose histogram is first built in shared memory.
 template <bool kShared>
 __global__ void __launch_bounds__(kHistogramThreads)
-histogram_kernel(const __grid_constant__ SelectParams p, int row_blocks) {
+    histogram_kernel(const __grid_constant__ SelectParams p, int row_blocks) {
     __shared__ typename std::conditional<kShared, SharedHistogram, char>::type local;
     const int row = blockIdx.x / row_blocks;
     const int digits = 1 << p.digit_bits;
@@ -187,8 +187,8 @@ struct Suffix {
         return digits - 1 - static_cast<int>(threadIdx.x) * kPerThread;
     }
 
-    // The highest digit at which `reached(sum of it and of those above)`, 0 if there is none, goes into the prefix, the sum
-    // above it into `above`. `best` is shared memory.
+    // The highest digit at which `reached(sum of it and of those above)`, 0 if there is none, goes into the prefix, the
+    // sum above it into `above`. `best` is shared memory.
     template <typename Reached>
     __device__ __forceinline__ void narrow(int digits, int* best, int64_t* prefix, int64_t* above, int shift,
                                            const Reached& reached) const {

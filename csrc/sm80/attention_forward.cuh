@@ -17,7 +17,7 @@ struct ForwardConfig {
     static constexpr int D = D_;
     static constexpr int kWarps = 2;
     static constexpr int kThreads = 32 * kWarps;
-    static constexpr int kRowTiles = 2;      // 16-row tiles of a warp
+    static constexpr int kRowTiles = 2;  // 16-row tiles of a warp
     static constexpr int kBlocksPerSm = 4;
     // Rows are rescaled only when their maximum grows by more than 2^8: until then the old maximum serves, and the
     // probabilities stay below 2^8, harmless in either input type with fp32 sums.
@@ -228,7 +228,7 @@ struct Forward {
 
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
-attention_forward_kernel(const __grid_constant__ AttentionForwardParams p) {
+    attention_forward_kernel(const __grid_constant__ AttentionForwardParams p) {
     extern __shared__ __align__(256) unsigned char dynamic_shared[];
     auto& shared = *reinterpret_cast<ForwardShared<Config>*>(dynamic_shared);
     const QueryPlace place(p.shape, blockIdx.x);

@@ -44,17 +44,15 @@ __device__ __forceinline__ void store_rows(const AttentionForwardParams& p, cons
             total += __shfl_xor_sync(0xffffffffu, total, 2);
             const int64_t row = static_cast<int64_t>(place.q_block) * kBlock + first_row + 16 * m + lane / 4 + 8 * r;
             float* lse = p.lse + batch_head * p.shape.q_blocks * kBlock + row;
-            const float new_lse =
-                total > 0 ? fmaf(maximum[m][r], p.scale, logf(total)) : device::negative_infinity();
+            const float new_lse = total > 0 ? fmaf(maximum[m][r], p.scale, logf(total)) : device::negative_infinity();
             const Merge merge(p.accumulate ? *lse : device::negative_infinity(), new_lse);
             __syncwarp();  // all four threads of the row have read lse
             if (lane % 4 == 0) *lse = merge.lse;
             const float weight = total > 0 ? merge.new_weight / total : 0.0f;
             const int64_t column = 2 * (lane % 4);
-            float* partial = p.partial.data
-                                 ? p.partial.data + batch * p.partial.batch_stride + row * p.partial.row_stride +
-                                       head * p.partial.head_stride + column
-                                 : nullptr;
+            float* partial = p.partial.data ? p.partial.data + batch * p.partial.batch_stride +
+                                                  row * p.partial.row_stride + head * p.partial.head_stride + column
+                                            : nullptr;
             T* final = p.final.data ? static_cast<T*>(p.final.data) + batch * p.final.batch_stride +
                                           row * p.final.row_stride + head * p.final.head_stride + column
                                     : nullptr;

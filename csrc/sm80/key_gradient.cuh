@@ -26,8 +26,8 @@ struct KeyGradShared {
     const float* delta;
 };
 
-// The key tile of a thread block. Early keys have the most queries and go first. Key blocks come one head after another,
-// so that its queries stay in the L2 cache; columns, whose few tiles differ more in work, all heads at once.
+// The key tile of a thread block. Early keys have the most queries and go first. Key blocks come one head after
+// another, so that its queries stay in the L2 cache; columns, whose few tiles differ more in work, all heads at once.
 template <bool kColumns>
 struct KeyPlace {
     int kv_head, batch, chunk, kv_block;
@@ -200,7 +200,7 @@ struct KeyGrad {
 
 template <typename Config, bool kColumns>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
-key_gradient_kernel(const __grid_constant__ KeyGradParams p) {
+    key_gradient_kernel(const __grid_constant__ KeyGradParams p) {
     extern __shared__ __align__(256) unsigned char dynamic_shared[];
     auto& shared = *reinterpret_cast<KeyGradShared<Config>*>(dynamic_shared);
     const KeyPlace<kColumns> place(p.shape, blockIdx.x);
@@ -212,8 +212,7 @@ key_gradient_kernel(const __grid_constant__ KeyGradParams p) {
     const float scale_log2 = p.scale * device::kLog2e;
     int position = rows == 0 ? p.shape.q_blocks : 0;  // a tile without columns has no work
     while (const int count = KeyScan<Config::kWarps, kColumns>::fill(shared.list, p.shape, p.mask, first_batch_head,
-                                                                    group, key_block, shared.column_block,
-                                                                    position)) {
+                                                                     group, key_block, shared.column_block, position)) {
         work.walk(count, scale_log2);
     }
     device::copy_async_wait<0>();

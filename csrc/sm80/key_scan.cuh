@@ -14,8 +14,8 @@ struct KeyScan {
     const Mask& mask;
     int words_per_head;
     int q_blocks;
-    int candidates;        // query blocks times heads of the group
-    int key_block;         // global; not used for columns
+    int candidates;               // query blocks times heads of the group
+    int key_block;                // global; not used for columns
     const int32_t* column_block;  // shared memory [64]: block of each column, -1 for none
     int position;
 
@@ -23,15 +23,21 @@ struct KeyScan {
     __device__ static __forceinline__ int fill(List& list, const Shape& shape, const Mask& mask, int first_batch_head,
                                                int group, int key_block, const int32_t* column_block, int& position) {
         const int words_per_head = (shape.blocks + 63) / 64;
-        KeyScan scan{mask.slash_words + static_cast<int64_t>(first_batch_head) * words_per_head, mask, words_per_head,
-                     shape.q_blocks, shape.q_blocks * group, key_block, column_block, position};
+        KeyScan scan{mask.slash_words + static_cast<int64_t>(first_batch_head) * words_per_head,
+                     mask,
+                     words_per_head,
+                     shape.q_blocks,
+                     shape.q_blocks * group,
+                     key_block,
+                     column_block,
+                     position};
         int count = 0;
         while (scan.position < scan.candidates && List::has_room(count)) count = scan.scan(list, count);
         position = scan.position;
         return count;
     }
 
-   private:
+private:
     __device__ __forceinline__ int scan(List& list, int count) {
         constexpr int kUnroll = List::kUnroll;
         const int first = position + (threadIdx.x / 32) * 32 * kUnroll + threadIdx.x % 32;

@@ -72,7 +72,18 @@ void vertical_backward(const VerticalBackwardParams& p, cudaStream_t stream) {
     check_limits(p.shape, "vertical_backward");
     const auto query = kQueryGradient.select(p.shape, "vertical_backward");
     if (p.shape.batch * p.shape.q_blocks > 0) {
-        query({p.shape, p.mask, p.q, p.dout, {}, {}, p.compact_k, p.compact_v, p.lse, p.delta, p.dq, p.scale,
+        query({p.shape,
+               p.mask,
+               p.q,
+               p.dout,
+               {},
+               {},
+               p.compact_k,
+               p.compact_v,
+               p.lse,
+               p.delta,
+               p.dq,
+               p.scale,
                p.accumulate_dq},
               stream);
     }

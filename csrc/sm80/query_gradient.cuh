@@ -33,8 +33,7 @@ struct QueryGrad {
     float lse[2], delta[2];
 
     __device__ QueryGrad(const QueryGradParams& params, Shared& smem)
-        : p(params), shared(smem), lane(threadIdx.x % 32),
-          first_row((threadIdx.x / 32) * 16) {
+        : p(params), shared(smem), lane(threadIdx.x % 32), first_row((threadIdx.x / 32) * 16) {
 #pragma unroll
         for (int n = 0; n < D / 8; ++n) dq[n][0] = dq[n][1] = dq[n][2] = dq[n][3] = 0;
     }
@@ -152,8 +151,8 @@ struct QueryGrad {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int64_t row = static_cast<int64_t>(place.q_block) * kBlock + first_row + lane / 4 + 8 * r;
-            float* to = p.dq.data + place.batch * p.dq.batch_stride + row * p.dq.row_stride + place.head * p.dq.head_stride +
-                        2 * (lane % 4);
+            float* to = p.dq.data + place.batch * p.dq.batch_stride + row * p.dq.row_stride +
+                        place.head * p.dq.head_stride + 2 * (lane % 4);
 #pragma unroll
             for (int n = 0; n < D / 8; ++n) {
                 float2 value = make_float2(dq[n][2 * r] * p.scale, dq[n][2 * r + 1] * p.scale);
@@ -170,7 +169,7 @@ struct QueryGrad {
 
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
-query_gradient_kernel(const __grid_constant__ QueryGradParams p) {
+    query_gradient_kernel(const __grid_constant__ QueryGradParams p) {
     extern __shared__ __align__(256) unsigned char dynamic_shared[];
     auto& shared = *reinterpret_cast<QueryGradShared<Config>*>(dynamic_shared);
     const QueryPlace place(p.shape, blockIdx.x);

@@ -129,7 +129,7 @@ struct QueryScan {
     int candidates;            // chunks * kv_blocks
     int chunk_blocks;
     int column_count;
-    int position;              // candidates tested, then candidates + column tiles tested
+    int position;  // candidates tested, then candidates + column tiles tested
 
     __device__ QueryScan(const Shape& shape, const Mask& mask, int batch_head, int q_block, int start)
         : words(mask.slash_words + static_cast<int64_t>(batch_head) * ((shape.blocks + 63) / 64)),
@@ -144,8 +144,8 @@ struct QueryScan {
 
     __device__ __forceinline__ int column_tiles() const { return (column_count + kBlock - 1) / kBlock; }
 
-    // Refills the list from its beginning and moves `position` on; 0 when nothing is left. All threads call it. Works the
-    // place out anew, so that only the position stays in a register while the tiles are worked off.
+    // Refills the list from its beginning and moves `position` on; 0 when nothing is left. All threads call it. Works
+    // the place out anew, so that only the position stays in a register while the tiles are worked off.
     __device__ static __forceinline__ int fill(List& list, const Shape& shape, const Mask& mask, int& position) {
         const QueryPlace place(shape, device::block_index());
         QueryScan scan(shape, mask, place.batch * shape.heads + place.head, place.q_block, position);
@@ -154,7 +154,7 @@ struct QueryScan {
         return count;
     }
 
-   private:
+private:
     __device__ __forceinline__ int fill(List& list) {
         int count = 0;
         while (position < candidates && List::has_room(count)) count = scan_slash(list, count);
