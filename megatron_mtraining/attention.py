@@ -207,8 +207,8 @@ def estimate_index(
     config, groups = config or MTrainingConfig(), RingGroups(cp_group)
     context = make_context(q, k, k, config, groups, layout=layout, softmax_scale=softmax_scale, documents=documents)
     q, k = (pad_to_blocks(x.detach()) for x in (q, k))
-    words = estimate(q, k, number_of(context))
-    return VerticalSlashIndex(*words, context.documents, context.column_capacity)
+    slash_words, column_words = estimate(q, k, number_of(context))
+    return VerticalSlashIndex(slash_words, column_words, context.documents, context.column_capacity)
 
 
 def pad_to_blocks(x: Tensor) -> Tensor:

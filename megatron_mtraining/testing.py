@@ -156,7 +156,7 @@ class VirtualRing(torch.autograd.Function):
         return (*(ring.out for ring in rings), *(ring.lse for ring in rings))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Runs the backward rings of all ranks in lockstep."""
         rings = [
             RingBackward(ring.call, saved_of(ring), grad.contiguous())
