@@ -164,8 +164,14 @@ def summarise(options: TrainOptions) -> None:
     print(f"  {options.folder}/metrics.jsonl, log.txt, tensorboard/ (tensorboard --logdir runs), checkpoint/")
 
 
+def _stop(number: int, _: Any) -> None:
+    # As an exception, so that the training processes, which have a session of their own, are stopped too.
+    raise SystemExit(128 + number)
+
+
 def main() -> None:
     """Parse, prepare, train, probe, draw."""
+    signal.signal(signal.SIGTERM, _stop)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # no CUDA toolkit is no news here
     try:
         options = train_options.parse_options(sys.argv[1:], torch.cuda.device_count())
