@@ -63,7 +63,8 @@ def combine(requests: list[Collective]) -> list[Tensor]:
     stacked = torch.stack([request.tensor for request in requests])
     if isinstance(first, AllGather):
         return [stacked] * len(requests)
-    reduced = stacked.sum(0) if first.op == "sum" else stacked.amax(0)
+    # The dtype is named because autocast would change it.
+    reduced = stacked.sum(0, dtype=stacked.dtype) if first.op == "sum" else stacked.amax(0)
     return [reduced.clone() for _ in requests]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -69,11 +70,15 @@ class Layout:
         return cls._make("contiguous", seq_len, cp_size, seq_len // max(cp_size, 1), BLOCK)
 
     @classmethod
+    @lru_cache(maxsize=64)
     def from_config(cls, config: MTrainingConfig, seq_len: int, cp_size: int) -> Layout:
-        """The layout that ``config.layout`` and ``config.stripe_size`` name."""
+        """The layout that ``config.layout`` and ``config.stripe_size`` name; the same object for the same arguments, so that
+        its tables stay on the device.
+        """
         if config.layout == "striped":
             return cls.striped(seq_len, cp_size, config.stripe_size)
-        return getattr(cls, config.layout)(seq_len, cp_size)
+        made: Layout = getattr(cls, config.layout)(seq_len, cp_size)
+        return made
 
     @classmethod
     def _make(cls, kind: str, seq_len: int, cp_size: int, stripe_size: int, unit: int) -> Layout:

@@ -106,7 +106,7 @@ def estimate(q: Tensor, k: Tensor, context: int) -> tuple[Tensor, Tensor]:
     if c.config.dense:
         index = VerticalSlashIndex.dense(q.shape[0], q.shape[2], c.documents, q.device)
         return index.slash_words, index.column_words
-    with timed("index", q.device):
+    with exactly(q), timed("index", q.device):
         steps = estimate_steps(
             aligned(q), aligned(k), config=c.config, layout=c.layout, documents=c.documents, cp_rank=c.groups.cp_rank,
             scale=c.scale, ops=operators(c.config.kernel, q),
@@ -136,7 +136,7 @@ def ring_attention(
     """The forward ring of this rank."""
     call = _context(context).ring_call(q, slash_words, column_words)
     ring = RingForward(call, aligned(q), aligned(k), aligned(v))
-    with timed("forward", q.device):
+    with exactly(q), timed("forward", q.device):
         run([ring])
     columns = ring.columns if call.config.vertical_backward == "save" else None
     kept = q.new_empty(0) if ring.kept is None else ring.kept
@@ -179,8 +179,8 @@ def ring_attention_backward(
         columns=Columns(keys, values, positions) if positions.numel() else None,
     )  # fmt: skip
     call = _context(context).ring_call(q, slash_words, column_words)
-    ring = RingBackward(call, saved, aligned(dout))
-    with timed("backward", q.device):
+    with exactly(q), timed("backward", q.device):
+        ring = RingBackward(call, saved, aligned(dout))
         run([ring])
     return ring.gradients()
 
@@ -208,6 +208,11 @@ def _backward(ctx: Any, dout: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
 
 
 ring_attention.register_autograd(_backward, setup_context=_save)
+
+
+def exactly(x: Tensor) -> torch.autocast:
+    """Switches autocast off: the numbers of attention depend on the dtype of its inputs alone."""
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from .index import VerticalSlashIndex
 from .layout import Layout
 from .ops import operators
 from .ring import Columns, RingBackward, RingCall, RingForward, Saved, run
+from .ring_op import exactly
 
 
 def run_virtual(
@@ -113,7 +114,8 @@ def estimate_virtual(
             )
             for rank in range(layout.cp_size)
         ]
-        indices = lockstep(steps)
+        with exactly(q):
+            indices = lockstep(steps)
     for other in indices[1:] if check_same else []:
         assert torch.equal(other.slash_words, indices[0].slash_words), "ranks disagree on the slash lines"
         assert torch.equal(other.column_words, indices[0].column_words), "ranks disagree on the columns"
@@ -150,7 +152,8 @@ class VirtualRing(torch.autograd.Function):
         """Runs the forward rings of all ranks in lockstep."""
         size = len(calls)
         rings = [RingForward(calls[r], parts[r], parts[size + r], parts[2 * size + r]) for r in range(size)]
-        run(rings)
+        with exactly(parts[0]):
+            run(rings)
         ctx.rings = rings
         ctx.mark_non_differentiable(*(ring.lse for ring in rings))
         return (*(ring.out for ring in rings), *(ring.lse for ring in rings))
@@ -162,7 +165,8 @@ class VirtualRing(torch.autograd.Function):
             RingBackward(ring.call, saved_of(ring), grad.contiguous())
             for ring, grad in zip(ctx.rings, grads[: len(ctx.rings)], strict=True)
         ]
-        run(rings)
+        with exactly(grads[0]):
+            run(rings)
         gradients = [ring.gradients() for ring in rings]
         return (None, *(g[0] for g in gradients), *(g[1][0] for g in gradients), *(g[1][1] for g in gradients))
 

@@ -298,6 +298,22 @@ def test_refusals() -> None:
         run_virtual(q, k, v, layout=Layout.striped(256, 2), inner_size=3)
 
 
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_autocast_changes_no_bit(cp_size: int) -> None:
+    q, k, v = random_qkv(512, dtype=torch.float32)
+    dout = torch.randn(1, 512, 4, 64)
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            if cp_size == 1:
+                out = mtraining_attention(q, k, v, config=MTrainingConfig(top_p=0.7))
+                results.append([out, *torch.autograd.grad(out, (q, k, v), dout)])
+            else:
+                out = run_virtual(q, k, v, layout=Layout.striped(512, 2), config=MTrainingConfig(top_p=0.7))
+                results.append([out, *torch.autograd.grad(out, (q, k, v), dout)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_random_state_is_untouched() -> None:  # K3
     q, k, v = random_qkv(512)
     before = torch.get_rng_state()
