@@ -1,8 +1,11 @@
-# Finds nvcc before CUDA is enabled as a language, so that what is missing is said in one line.
+# Finds nvcc before CUDA is enabled as a language and sets MTRAINING_NVCC_VERSION, so that what is missing is said in
+# one line.
 set(MTRAINING_OLDEST_CUDA 12.4)
 
-if(NOT CMAKE_CUDA_COMPILER)
-    if(DEFINED ENV{CUDACXX})
+if(NOT MTRAINING_NVCC_VERSION)
+    if(CMAKE_CUDA_COMPILER)
+        set(_nvcc "${CMAKE_CUDA_COMPILER}")
+    elseif(DEFINED ENV{CUDACXX})
         set(_nvcc "$ENV{CUDACXX}")
     elseif(DEFINED ENV{CUDA_HOME})
         set(_nvcc "$ENV{CUDA_HOME}/bin/nvcc")
@@ -16,7 +19,7 @@ if(NOT CMAKE_CUDA_COMPILER)
     if(NOT _nvcc_status EQUAL 0 OR NOT _nvcc_text MATCHES "release ([0-9]+\\.[0-9]+)")
         message(FATAL_ERROR "${_nvcc} --version does not answer like a CUDA compiler; set CUDA_HOME to a CUDA toolkit >= ${MTRAINING_OLDEST_CUDA}")
     endif()
-    set(MTRAINING_NVCC_VERSION "${CMAKE_MATCH_1}")
+    set(MTRAINING_NVCC_VERSION "${CMAKE_MATCH_1}" CACHE INTERNAL "CUDA version of nvcc")
     if(MTRAINING_NVCC_VERSION VERSION_LESS MTRAINING_OLDEST_CUDA)
         message(FATAL_ERROR "${_nvcc} is CUDA ${MTRAINING_NVCC_VERSION}: CUDA >= ${MTRAINING_OLDEST_CUDA} is needed; set CUDA_HOME to a newer toolkit")
     endif()

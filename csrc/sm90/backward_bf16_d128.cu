@@ -3,4 +3,4 @@
 namespace mtraining::sm90 {
 template void launch_backward<__nv_bfloat16, 128>(const AttentionBackwardParams&, cudaStream_t);
 template void launch_vertical_backward<__nv_bfloat16, 128>(const VerticalBackwardParams&, cudaStream_t);
-}
+}  // namespace mtraining::sm90

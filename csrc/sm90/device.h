@@ -10,8 +10,8 @@
 
 namespace mtraining::sm90 {
 
-// Registers that a CTA of `threads` threads owns, and setmaxnreg can hand round, when it has a multiprocessor to itself: the
-// compiler gives each thread a multiple of 8. Asking for more than this makes setmaxnreg.inc wait for ever.
+// Registers that a CTA of `threads` threads owns, and setmaxnreg can hand round, when it has a multiprocessor to
+// itself: the compiler gives each thread a multiple of 8. Asking for more than this makes setmaxnreg.inc wait for ever.
 constexpr int register_pool(int threads) { return 65536 / threads / 8 * 8 * threads; }
 
 inline int multiprocessors() {
@@ -21,16 +21,16 @@ inline int multiprocessors() {
     return count;
 }
 
-// The dynamic shared memory of the CTA as a structure. Its TMA tiles want 1024-byte boundaries, which the start of shared
-// memory is when a kernel has no static part.
+// The dynamic shared memory of the CTA as a structure. Its TMA tiles want 1024-byte boundaries, which the start of
+// shared memory is when a kernel has no static part.
 template <typename Shared>
 __device__ __forceinline__ Shared& dynamic_shared() {
     extern __shared__ __align__(1024) uint8_t raw[];
     return *reinterpret_cast<Shared*>(raw);
 }
 
-// The items of one CTA of a persistent grid. Items are ordered by falling weight; dealing them out forwards and backwards in
-// turn gives those who got the heavier items of one round the lighter ones of the next.
+// The items of one CTA of a persistent grid. Items are ordered by falling weight; dealing them out forwards and
+// backwards in turn gives those who got the heavier items of one round the lighter ones of the next.
 struct PersistentLoop {
     int item = static_cast<int>(blockIdx.x);
 
@@ -42,11 +42,12 @@ struct PersistentLoop {
 
 // `tiles` pieces of work; the kernel strides over them.
 template <typename Kernel, typename... Args>
-void launch_persistent(Kernel kernel, int tiles, int threads, size_t shared_bytes, cudaStream_t stream, const char* name,
-                       const Args&... args) {
+void launch_persistent(Kernel kernel, int tiles, int threads, size_t shared_bytes, cudaStream_t stream,
+                       const char* name, const Args&... args) {
     if (tiles == 0) return;
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
-               name);
+    check_cuda(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
+        name);
     kernel<<<std::min(tiles, multiprocessors()), threads, shared_bytes, stream>>>(args...);
     check_cuda(cudaGetLastError(), name);
 }

@@ -1,8 +1,8 @@
 // The walk of the kernel that owns keys (dK, dV): the transpose of row_walk.cuh.
 //
-// A CTA works on kKeyBlocks neighbouring key blocks of one kv head (or tiles of compact columns of one query head), one a
-// consumer warpgroup. The scout lists the query blocks of every head of the group that any of them meets; the loader brings
-// q, dout, lse and delta of each once.
+// A CTA works on kKeyBlocks neighbouring key blocks of one kv head (or tiles of compact columns of one query head), one
+// a consumer warpgroup. The scout lists the query blocks of every head of the group that any of them meets; the loader
+// brings q, dout, lse and delta of each once.
 #pragma once
 
 #include "sm90/row_walk.cuh"
@@ -31,8 +31,8 @@ struct KeyMaps {
     CUtensorMap k, v, q, dout;
 };
 
-// Both backward operators in one form. For vertical tiles: one chunk, kv_heads == heads, kv_blocks = tiles of the compact
-// columns, and mask.column_list is given.
+// Both backward operators in one form. For vertical tiles: one chunk, kv_heads == heads, kv_blocks = tiles of the
+// compact columns, and mask.column_list is given.
 struct KeyParams {
     Shape shape;
     Mask mask;
@@ -71,8 +71,8 @@ struct KeyShared {
     }
 };
 
-// The keys of one visit, heaviest (first keys) to lightest. Slash: (batch, kv head) outermost, so that CTAs that run together
-// share queries. Vertical: tiles of all heads by weight, since they are few and each has its own queries.
+// The keys of one visit, heaviest (first keys) to lightest. Slash: (batch, kv head) outermost, so that CTAs that run
+// together share queries. Vertical: tiles of all heads by weight, since they are few and each has its own queries.
 struct KeyTile {
     int batch, kv_head, chunk, first;
 

@@ -1,7 +1,7 @@
 // Which tiles a set of blocks meets, found by one warp while it feeds the copy engine.
 //
-// A CTA owns kBlocks neighbouring blocks, one a consumer warpgroup, and loads the union of what they need; each tile comes
-// with the set of warpgroups that need it. All functions are called by the 32 lanes of one warp together.
+// A CTA owns kBlocks neighbouring blocks, one a consumer warpgroup, and loads the union of what they need; each tile
+// comes with the set of warpgroups that need it. All functions are called by the 32 lanes of one warp together.
 #pragma once
 
 #include <cstdint>
@@ -108,8 +108,8 @@ __device__ __forceinline__ void scan_blocks(int count, NeedOf need_of, Visit vis
     }
 }
 
-// Calls visit(tile, masks) for every tile of 64 slots of `columns` that some block of `rows` attends; masks[w] has the bits
-// of the attended slots.
+// Calls visit(tile, masks) for every tile of 64 slots of `columns` that some block of `rows` attends; masks[w] has the
+// bits of the attended slots.
 template <int kBlocks, typename Visit>
 __device__ __forceinline__ void scan_columns(const QueryBlocks<kBlocks>& rows, const int32_t* columns, int count,
                                              Visit visit) {

@@ -21,7 +21,8 @@ struct RingPosition {
     }
 };
 
-// `full` completes when a stage is loaded (one arrival and the bytes), `empty` when every consumer warp has released it.
+// `full` completes when a stage is loaded (one arrival and the bytes), `empty` when every consumer warp has released
+// it.
 template <int kStages>
 struct RingBarriers {
     uint64_t full[kStages];

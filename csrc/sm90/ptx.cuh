@@ -12,7 +12,8 @@ __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// --- mbarrier ---------------------------------------------------------------------------------------------------------
+// --- mbarrier
+// ---------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(arrivals) : "memory");
@@ -57,15 +58,16 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
 #endif
 }
 
-// --- TMA --------------------------------------------------------------------------------------------------------------
+// --- TMA
+// --------------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void tma_prefetch_descriptor(const CUtensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 // One box of a tensor (dim, row, head, batch, chunk) into shared memory; completes on `barrier`.
-__device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, uint64_t* barrier, int dim, int row, int head,
-                                         int batch, int chunk) {
+__device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, uint64_t* barrier, int dim, int row,
+                                         int head, int batch, int chunk) {
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], "
         "[%2];" ::"r"(smem_address(to)),
@@ -98,7 +100,8 @@ __device__ __forceinline__ void bulk_wait_read() {
 // Orders ordinary shared-memory writes of this thread before later reads by the tensor cores and the copy engine.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// --- registers and barriers -------------------------------------------------------------------------------------------
+// --- registers and barriers
+// -------------------------------------------------------------------------------------------
 
 template <int kRegisters>
 __device__ __forceinline__ void registers_release() {
@@ -119,7 +122,8 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// --- arithmetic -------------------------------------------------------------------------------------------------------
+// --- arithmetic
+// -------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;

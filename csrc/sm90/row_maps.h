@@ -6,7 +6,8 @@
 
 namespace mtraining::sm90 {
 
-inline void map_keys(RowMaps& maps, const Shape& shape, const ChunkView<const void>& k, const ChunkView<const void>& v) {
+inline void map_keys(RowMaps& maps, const Shape& shape, const ChunkView<const void>& k,
+                     const ChunkView<const void>& v) {
     if (shape.chunks == 0) return;
     const int64_t rows = int64_t{shape.kv_blocks} * kBlock;
     maps.k = chunk_map(k, shape, rows, shape.kv_heads, shape.chunks, "k");

@@ -1,8 +1,9 @@
-// The walk of the kernels that own query rows (forward, dQ): what a CTA works on and how its operands reach shared memory.
+// The walk of the kernels that own query rows (forward, dQ): what a CTA works on and how its operands reach shared
+// memory.
 //
-// A CTA is persistent. It works on kRowBlocks neighbouring query blocks of one head, one a consumer warpgroup. The scout
-// warp finds the key tiles that any of them needs and lists them in a short queue, running ahead of everything else; the
-// loader warp loads each listed tile once; a consumer warpgroup skips the tiles it does not need.
+// A CTA is persistent. It works on kRowBlocks neighbouring query blocks of one head, one a consumer warpgroup. The
+// scout warp finds the key tiles that any of them needs and lists them in a short queue, running ahead of everything
+// else; the loader warp loads each listed tile once; a consumer warpgroup skips the tiles it does not need.
 #pragma once
 
 #include "mtraining/params.h"
@@ -13,8 +14,9 @@
 
 namespace mtraining::sm90 {
 
-// kOperands: row operands of a block that stay for the whole walk over its keys (q; q and dout). kRowBuffers: row tiles whose
-// operands fit at once; 2 where the consumers read them from shared memory to the end, so that the next ones are there.
+// kOperands: row operands of a block that stay for the whole walk over its keys (q; q and dout). kRowBuffers: row tiles
+// whose operands fit at once; 2 where the consumers read them from shared memory to the end, so that the next ones are
+// there.
 template <int kHeadDim_, int kOperands_, int kRowBuffers_>
 struct RowPlan {
     static constexpr int kHeadDim = kHeadDim_;
@@ -41,11 +43,12 @@ struct RowMaps {
 // An entry of the queue: a key tile of a chunk (chunk >= 0), a tile of compact columns, or a mark.
 template <int kBlocks>
 struct TileEntry {
-    static constexpr int kColumns = -1, kBegin = -2, kEnd = -3, kStop = -4;  // compact tile, first and last of a row tile, end
+    static constexpr int kColumns = -1, kBegin = -2, kEnd = -3,
+                         kStop = -4;  // compact tile, first and last of a row tile, end
     int chunk;
-    int index;                   // of the key block, compact tile, or (kBegin) row tile
-    uint32_t diagonal;           // bit w: a triangle for warpgroup w
-    uint64_t columns[kBlocks];   // attended slots for warpgroup w; 0: it skips the tile
+    int index;                  // of the key block, compact tile, or (kBegin) row tile
+    uint32_t diagonal;          // bit w: a triangle for warpgroup w
+    uint64_t columns[kBlocks];  // attended slots for warpgroup w; 0: it skips the tile
 };
 
 template <typename Plan>
@@ -108,7 +111,8 @@ struct RowScout {
     RowShared<Plan>& shared;
     RingPosition<Plan::kQueue> position;
 
-    __device__ __forceinline__ void list(int chunk, int index, uint32_t diagonal, const uint64_t (&columns)[kRowBlocks]) {
+    __device__ __forceinline__ void list(int chunk, int index, uint32_t diagonal,
+                                         const uint64_t (&columns)[kRowBlocks]) {
         if (warp_leader()) {
             const int s = position.stage;
             mbarrier_wait(&shared.listing.empty[s], position.parity ^ 1);
@@ -152,7 +156,7 @@ struct RowScout {
             slash_tiles(rows);
             if (shape.columns > 0) {
                 scan_columns(rows, mask.column_list + (int64_t{tile.batch} * shape.heads + tile.head) * shape.columns,
-                             shape.columns, [&](int index, const uint64_t(&columns)[kRowBlocks]) {
+                             shape.columns, [&](int index, const uint64_t (&columns)[kRowBlocks]) {
                                  list(Entry::kColumns, index, 0, columns);
                              });
             }
@@ -196,8 +200,8 @@ struct RowLoader {
             mbarrier_arrive_expect(full, Plan::kOperands * Plan::kTileBytes);
 #pragma unroll
             for (int o = 0; o < Plan::kOperands; ++o) {
-                load_tile<Plan::kHeadDim>(&maps.rows[o], shared.rows[buffer][w][o], (tile.first + w) * kBlock, tile.head,
-                                          tile.batch, 0, full);
+                load_tile<Plan::kHeadDim>(&maps.rows[o], shared.rows[buffer][w][o], (tile.first + w) * kBlock,
+                                          tile.head, tile.batch, 0, full);
             }
         }
         row_position.advance();
@@ -257,16 +261,16 @@ struct TileReader {
         const int s = position.stage;
         mbarrier_wait(&shared.ring.full[s], position.parity);
         position.advance();
-        // Votes tell the compiler that the way through the ring is the same in all lanes: then stage numbers, and the matrix
-        // descriptors made of them, live in uniform registers.
+        // Votes tell the compiler that the way through the ring is the same in all lanes: then stage numbers, and the
+        // matrix descriptors made of them, live in uniform registers.
         if (__any_sync(0xFFFFFFFF, columns(s) != 0)) return s;
         const bool end = __any_sync(0xFFFFFFFF, shared.loaded[s].chunk == Entry::kEnd);
         release(&shared.ring.empty[s]);
         return end ? kNone : kSkipped;
     }
 
-    // The stage of the next tile this warpgroup needs; kNone at the end of the row tile. Lets go of `held`, once the tensor
-    // cores are done with it, if it is in the way.
+    // The stage of the next tile this warpgroup needs; kNone at the end of the row tile. Lets go of `held`, once the
+    // tensor cores are done with it, if it is in the way.
     __device__ __forceinline__ int next(int& held) {
         while (true) {
             if (blocked_by(held)) {

@@ -73,8 +73,8 @@ struct OnlineSoftmax {
 
     float scale_log2;  // softmax scale * log2(e)
     float maximum[2];
-    float sum[2];      // over this thread's columns
-    float factor[2];   // what `update` asks the output to be multiplied with
+    float sum[2];     // over this thread's columns
+    float factor[2];  // what `update` asks the output to be multiplied with
 
     __device__ __forceinline__ void reset(float scale_log2_) {
         scale_log2 = scale_log2_;
@@ -83,8 +83,8 @@ struct OnlineSoftmax {
         factor[0] = factor[1] = 1.0f;
     }
 
-    // Turns scores into weights. Returns whether the output must be multiplied with `factor` (the same in all lanes). Every
-    // row of the tile has a score that is not masked.
+    // Turns scores into weights. Returns whether the output must be multiplied with `factor` (the same in all lanes).
+    // Every row of the tile has a score that is not masked.
     __device__ __forceinline__ bool update(float (&scores)[32]) {
         float part[4] = {scores[0], scores[1], scores[2], scores[3]};  // short chains
 #pragma unroll

@@ -1,5 +1,5 @@
-// wgmma: one warpgroup (128 threads) multiplies a 64 x 16 tile of A by a 16 x N tile of B from shared memory and adds it to
-// fp32 accumulators in registers. A comes from shared memory (ss) or registers (rs).
+// wgmma: one warpgroup (128 threads) multiplies a 64 x 16 tile of A by a 16 x N tile of B from shared memory and adds
+// it to fp32 accumulators in registers. A comes from shared memory (ss) or registers (rs).
 //
 // Accumulator layout (M = 64): thread t of the warpgroup holds rows 16*(t/32) + (t%32)/4 (+8), and of each 8 columns
 // 2*(t%4), 2*(t%4) + 1: element 4*j + 2*h + e is (row + 8*h, column 8*j + 2*(t%4) + e).
@@ -14,9 +14,10 @@
 
 namespace mtraining::sm90 {
 
-// --- operands ---------------------------------------------------------------------------------------------------------
-// Tiles lie in shared memory as TMA writes them with 128-byte swizzle: panels of 64 elements (128 bytes) a row, 8 rows
-// an atom of 1024 bytes. A panel starts at a multiple of 1024 bytes.
+// --- operands
+// --------------------------------------------------------------------------------------------------------- Tiles lie
+// in shared memory as TMA writes them with 128-byte swizzle: panels of 64 elements (128 bytes) a row, 8 rows an atom of
+// 1024 bytes. A panel starts at a multiple of 1024 bytes.
 
 constexpr int kPanel = 64;             // elements a row of a panel
 constexpr uint32_t kAtomBytes = 1024;  // 8 rows of a panel
@@ -40,7 +41,8 @@ __device__ __forceinline__ uint64_t mn_major(uint32_t tile, int k) {
     return descriptor(tile, kRows * 128, k * (2 * kAtomBytes));
 }
 
-// --- ordering ---------------------------------------------------------------------------------------------------------
+// --- ordering
+// ---------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -63,63 +65,70 @@ __device__ __forceinline__ void pin(uint32_t (&registers)[kCount]) {
     for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(registers[i])::"memory");
 }
 
-// --- instructions -----------------------------------------------------------------------------------------------------
+// --- instructions
+// -----------------------------------------------------------------------------------------------------
 
 #define MTRAINING_F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define MTRAINING_F16(d, i) MTRAINING_F4(d, i), MTRAINING_F4(d, i + 4), MTRAINING_F4(d, i + 8), MTRAINING_F4(d, i + 12)
 #define MTRAINING_F32(d) MTRAINING_F16(d, 0), MTRAINING_F16(d, 16)
 #define MTRAINING_F64(d) MTRAINING_F16(d, 0), MTRAINING_F16(d, 16), MTRAINING_F16(d, 32), MTRAINING_F16(d, 48)
 
-#define MTRAINING_WGMMA_N64(CLASS, TYPE)                                                                                \
-    template <bool kTransposeA, bool kTransposeB>                                                                      \
-    __device__ __forceinline__ void wgmma_ss(CLASS, float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {         \
-        asm volatile(                                                                                                  \
+#define MTRAINING_WGMMA_N64(CLASS, TYPE)                                                                              \
+    template <bool kTransposeA, bool kTransposeB>                                                                     \
+    __device__ __forceinline__ void wgmma_ss(CLASS, float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {        \
+        asm volatile(                                                                                                 \
             "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                                              \
-            "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " "                                            \
-            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "                                                                                                   \
-            "%32, %33, p, 1, 1, %35, %36;\n}\n"                                                                   \
-            : MTRAINING_F32(d)                                                                                              \
-            : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposeA), "n"(kTransposeB));                  \
-    }                                                                                                                  \
-    template <bool kTransposeB>                                                                                        \
-    __device__ __forceinline__ void wgmma_rs(CLASS, float (&d)[32], const uint32_t* a, uint64_t b, bool accumulate) {  \
-        asm volatile(                                                                                                  \
+            "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE                                               \
+            " "                                                                                                       \
+            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                 \
+            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "                       \
+            "%32, %33, p, 1, 1, %35, %36;\n}\n"                                                                       \
+            : MTRAINING_F32(d)                                                                                        \
+            : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposeA), "n"(kTransposeB));                 \
+    }                                                                                                                 \
+    template <bool kTransposeB>                                                                                       \
+    __device__ __forceinline__ void wgmma_rs(CLASS, float (&d)[32], const uint32_t* a, uint64_t b, bool accumulate) { \
+        asm volatile(                                                                                                 \
             "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"                                                              \
-            "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " "                                            \
-            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "                                                                                                   \
-            "{%32, %33, %34, %35}, %36, p, 1, 1, %38;\n}\n"                                                        \
-            : MTRAINING_F32(d)                                                                                              \
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposeB)); \
+            "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE                                               \
+            " "                                                                                                       \
+            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                 \
+            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "                       \
+            "{%32, %33, %34, %35}, %36, p, 1, 1, %38;\n}\n"                                                           \
+            : MTRAINING_F32(d)                                                                                        \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)),                  \
+              "n"(kTransposeB));                                                                                      \
     }
 
-#define MTRAINING_WGMMA_N128(CLASS, TYPE)                                                                                \
-    template <bool kTransposeA, bool kTransposeB>                                                                      \
-    __device__ __forceinline__ void wgmma_ss(CLASS, float (&d)[64], uint64_t a, uint64_t b, bool accumulate) {         \
-        asm volatile(                                                                                                  \
+#define MTRAINING_WGMMA_N128(CLASS, TYPE)                                                                             \
+    template <bool kTransposeA, bool kTransposeB>                                                                     \
+    __device__ __forceinline__ void wgmma_ss(CLASS, float (&d)[64], uint64_t a, uint64_t b, bool accumulate) {        \
+        asm volatile(                                                                                                 \
             "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                                              \
-            "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " "                                            \
-            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
-            "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-            "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "                                                                                                   \
-            "%64, %65, p, 1, 1, %67, %68;\n}\n"                                                                   \
-            : MTRAINING_F64(d)                                                                                              \
-            : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposeA), "n"(kTransposeB));                  \
-    }                                                                                                                  \
-    template <bool kTransposeB>                                                                                        \
-    __device__ __forceinline__ void wgmma_rs(CLASS, float (&d)[64], const uint32_t* a, uint64_t b, bool accumulate) {  \
-        asm volatile(                                                                                                  \
+            "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE                                              \
+            " "                                                                                                       \
+            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                 \
+            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                        \
+            "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                        \
+            "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "                       \
+            "%64, %65, p, 1, 1, %67, %68;\n}\n"                                                                       \
+            : MTRAINING_F64(d)                                                                                        \
+            : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposeA), "n"(kTransposeB));                 \
+    }                                                                                                                 \
+    template <bool kTransposeB>                                                                                       \
+    __device__ __forceinline__ void wgmma_rs(CLASS, float (&d)[64], const uint32_t* a, uint64_t b, bool accumulate) { \
+        asm volatile(                                                                                                 \
             "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"                                                              \
-            "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " "                                            \
-            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
-            "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-            "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "                                                                                                   \
-            "{%64, %65, %66, %67}, %68, p, 1, 1, %70;\n}\n"                                                        \
-            : MTRAINING_F64(d)                                                                                              \
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposeB)); \
+            "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE                                              \
+            " "                                                                                                       \
+            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                 \
+            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                        \
+            "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                        \
+            "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "                       \
+            "{%64, %65, %66, %67}, %68, p, 1, 1, %70;\n}\n"                                                           \
+            : MTRAINING_F64(d)                                                                                        \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)),                  \
+              "n"(kTransposeB));                                                                                      \
     }
 
 struct BFloat16Tag {};
@@ -136,7 +145,8 @@ MTRAINING_WGMMA_N128(Float16Tag, "f16")
 #undef MTRAINING_F16
 #undef MTRAINING_F4
 
-// --- element types ----------------------------------------------------------------------------------------------------
+// --- element types
+// ----------------------------------------------------------------------------------------------------
 
 template <typename T>
 struct Element;
@@ -166,8 +176,8 @@ __device__ __forceinline__ void to_operand(const float (&tile)[32], uint32_t (&o
     for (int i = 0; i < 16; ++i) operand[i] = Element<T>::pack(tile[2 * i], tile[2 * i + 1]);
 }
 
-// Among the four lanes of a quad: lane t gives word k to lane k and gets, as word k, lane k's word t. Turns the accumulator
-// layout (two columns of each 8 a lane) into 8 columns a lane for 16-byte stores.
+// Among the four lanes of a quad: lane t gives word k to lane k and gets, as word k, lane k's word t. Turns the
+// accumulator layout (two columns of each 8 a lane) into 8 columns a lane for 16-byte stores.
 __device__ __forceinline__ void quad_transpose(uint32_t (&words)[4], int lane) {
 #pragma unroll
     for (int bit = 1; bit <= 2; bit *= 2) {
@@ -193,13 +203,15 @@ __device__ __forceinline__ void load_operand(uint32_t tile, int thread, uint32_t
         const int chunk = (k % 4) * 2 + lane / 16;
         const uint32_t address = tile + (k / 4) * (64 * 128) + row * 128 + ((chunk ^ (row & 7)) << 4);
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(operand[4 * k]), "=r"(operand[4 * k + 1]), "=r"(operand[4 * k + 2]), "=r"(operand[4 * k + 3])
+                     : "=r"(operand[4 * k]), "=r"(operand[4 * k + 1]), "=r"(operand[4 * k + 2]),
+                       "=r"(operand[4 * k + 3])
                      : "r"(address)
                      : "memory");
     }
 }
 
-// --- products of whole tiles (64 rows of A; started, not waited for) --------------------------------------------------
+// --- products of whole tiles (64 rows of A; started, not waited for)
+// --------------------------------------------------
 
 // d (+)= A B^T over head_dim: A in registers or shared memory [64][kDim], B in shared memory [64][kDim].
 template <typename T, int kDim>

@@ -7,6 +7,8 @@ library, see :mod:`megatron_mtraining.ops.native`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -97,7 +99,7 @@ def _fake_probe_mass(
     doc_start: Tensor,
     *_: object,
 ) -> tuple[Tensor, Tensor]:
-    batch, _, _, heads, _ = probe_q.shape
+    batch, heads = probe_q.shape[0], probe_q.shape[3]
     return (
         k.new_empty((batch, heads, k.shape[1]), dtype=torch.int64),
         k.new_empty((batch, heads, doc_start.shape[0]), dtype=torch.int64),
@@ -115,7 +117,7 @@ def _fake_select_pack(mass: Tensor, *_: object) -> Tensor:
     return mass.new_empty((batch, heads, (lines + 63) // 64))
 
 
-FAKES = {
+FAKES: dict[str, Callable[..., object]] = {
     "attention_forward_": _nothing,
     "attention_delta": _fake_attention_delta,
     "attention_backward_": _nothing,

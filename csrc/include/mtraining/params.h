@@ -59,40 +59,41 @@ struct Mask {
 struct AttentionForwardParams {
     Shape shape;
     Mask mask;
-    RowView<const void> q;          // [batch, q_blocks * 64, heads, head_dim]
+    RowView<const void> q;  // [batch, q_blocks * 64, heads, head_dim]
     ChunkView<const void> k, v;
     RowView<const void> compact_k;  // [batch, heads, columns, head_dim]: row = column slot
     RowView<const void> compact_v;
-    RowView<float> partial;         // as q, fp32; null if not given
-    RowView<void> final;            // as q, input dtype; null if not given
-    float* lse = nullptr;           // [batch, heads, q_blocks * 64], natural log, contiguous
+    RowView<float> partial;  // as q, fp32; null if not given
+    RowView<void> final;     // as q, input dtype; null if not given
+    float* lse = nullptr;    // [batch, heads, q_blocks * 64], natural log, contiguous
     float scale = 0;
-    bool accumulate = false;        // merge with partial and lse
+    bool accumulate = false;  // merge with partial and lse
 };
 
 struct AttentionBackwardParams {
     Shape shape;
-    Mask mask;                      // no columns
-    RowView<const void> q, dout;    // dout may have zero strides (an expanded gradient)
+    Mask mask;                    // no columns
+    RowView<const void> q, dout;  // dout may have zero strides (an expanded gradient)
     ChunkView<const void> k, v;
-    const float* lse = nullptr;     // [batch, heads, q_blocks * 64], contiguous
-    const float* delta = nullptr;   // the same shape
-    RowView<float> dq;              // as q, fp32: overwritten, or added to with accumulate_dq
-    ChunkView<float> dk, dv;        // as k, fp32: overwritten
+    const float* lse = nullptr;    // [batch, heads, q_blocks * 64], contiguous
+    const float* delta = nullptr;  // the same shape
+    RowView<float> dq;             // as q, fp32: overwritten, or added to with accumulate_dq
+    ChunkView<float> dk, dv;       // as k, fp32: overwritten
     float scale = 0;
     bool accumulate_dq = false;
-    bool deterministic = true;      // false allows orders of summation that differ from run to run
+    bool deterministic = true;  // false allows orders of summation that differ from run to run
 };
 
 struct VerticalBackwardParams {
-    Shape shape;                    // chunks == 0
+    Shape shape;  // chunks == 0
     Mask mask;
     RowView<const void> q, dout;
     RowView<const void> compact_k, compact_v;
     const float* lse = nullptr;
     const float* delta = nullptr;
     RowView<float> dq;
-    RowView<float> d_compact_k, d_compact_v;  // [batch, heads, columns, head_dim], fp32: overwritten (also unused slots)
+    RowView<float> d_compact_k,
+        d_compact_v;  // [batch, heads, columns, head_dim], fp32: overwritten (also unused slots)
     float scale = 0;
     bool accumulate_dq = false;
     bool deterministic = true;

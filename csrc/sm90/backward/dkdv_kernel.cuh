@@ -1,8 +1,8 @@
 // dK and dV of the keys: key-major, summed over the query heads of the group in registers, without atomics.
 //
-// Everything is transposed, so that P and dS are A operands straight from the accumulators: S^T = k q^T, dP^T = v dout^T,
-// dv += P^T dout, dk += dS^T q. The exponentials run while dP^T is computed; the rest of the arithmetic of one warpgroup runs
-// during the products of the other.
+// Everything is transposed, so that P and dS are A operands straight from the accumulators: S^T = k q^T, dP^T = v
+// dout^T, dv += P^T dout, dk += dS^T q. The exponentials run while dP^T is computed; the rest of the arithmetic of one
+// warpgroup runs during the products of the other.
 #pragma once
 
 #include "sm90/key_walk.cuh"
@@ -119,7 +119,8 @@ struct DkdvConsumer {
             parity ^= 1;
             walk(dk, dv);
             release(&shared.keys_empty[reader.warpgroup]);
-            const KeyTile tile = KeyTile::at<Plan::kKeyBlocks>(params.shape, params.mask.column_list != nullptr, work.item);
+            const KeyTile tile =
+                KeyTile::at<Plan::kKeyBlocks>(params.shape, params.mask.column_list != nullptr, work.item);
             store(tile, params.dv, dv, 1.0f);
             store(tile, params.dk, dk, params.scale);
         }

@@ -1,8 +1,8 @@
 // dQ of the rows: query-major, without atomics, for slash tiles and compact vertical tiles alike.
 //
-// A warpgroup keeps dq in registers, and q and dout as well (as A operands) at head_dim 128; at 64 they stay in shared memory,
-// because ptxas 13.0 gives their registers to dS although the next tile needs them. Of each tile it recomputes P = exp(q k^T - lse) while the
-// tensor cores compute dP = dout v^T, and dS = P (dP - delta) feeds dq += dS k.
+// A warpgroup keeps dq in registers, and q and dout as well (as A operands) at head_dim 128; at 64 they stay in shared
+// memory, because ptxas 13.0 gives their registers to dS although the next tile needs them. Of each tile it recomputes
+// P = exp(q k^T - lse) while the tensor cores compute dP = dout v^T, and dS = P (dP - delta) feeds dq += dS k.
 #pragma once
 
 #include "sm90/row_walk.cuh"

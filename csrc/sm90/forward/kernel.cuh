@@ -1,7 +1,8 @@
 // Forward kernel: slash tiles and compact vertical tiles in one online-softmax pass.
 //
-// A warpgroup keeps its queries and its output in registers. While it does the softmax of tile n, the tensor cores compute
-// the scores of tile n+1 and the output product of tile n-1: what it waits for was started a whole tile earlier.
+// A warpgroup keeps its queries and its output in registers. While it does the softmax of tile n, the tensor cores
+// compute the scores of tile n+1 and the output product of tile n-1: what it waits for was started a whole tile
+// earlier.
 #pragma once
 
 #include "sm90/row_walk.cuh"
@@ -27,7 +28,8 @@ struct ForwardConsumer {
     TileReader<RowShared<Plan>> reader;
     int thread;  // of the warpgroup
     OnlineSoftmax softmax;
-    // Stages of tiles n-2 (its output product runs), n-1 (its weights are made) and n (its scores are being computed), or kNone.
+    // Stages of tiles n-2 (its output product runs), n-1 (its weights are made) and n (its scores are being computed),
+    // or kNone.
     int older, before, now;
 
     __device__ __forceinline__ void start_scores(const Query& query, int stage, Buffers& to) {
@@ -50,8 +52,8 @@ struct ForwardConsumer {
         return rescale;
     }
 
-    // The stage of the next tile; kNone at the end of the rows. kBlocked: tile n is in the way of the loader, because so many
-    // tiles were skipped since; it must be worked off first.
+    // The stage of the next tile; kNone at the end of the rows. kBlocked: tile n is in the way of the loader, because
+    // so many tiles were skipped since; it must be worked off first.
     __device__ __forceinline__ int next_tile() {
         while (true) {
             if (reader.blocked_by(before)) {
@@ -72,7 +74,8 @@ struct ForwardConsumer {
         pin(output);
     }
 
-    // Starts the output product of tile n-1 (weights in `from`), waits for the scores of tile n; returns what follows it.
+    // Starts the output product of tile n-1 (weights in `from`), waits for the scores of tile n; returns what follows
+    // it.
     __device__ __forceinline__ int begin_step(Output& output, Buffers& from) {
         pin(from.weights);
         pin(output);
@@ -84,7 +87,8 @@ struct ForwardConsumer {
     }
 
     // Starts the scores of tile n+1 in `other` and weighs tile n in `mine`.
-    __device__ __forceinline__ void end_step(const Query& query, int next, Output& output, Buffers& mine, Buffers& other) {
+    __device__ __forceinline__ void end_step(const Query& query, int next, Output& output, Buffers& mine,
+                                             Buffers& other) {
         wgmma_fence();
         start_scores(query, next, other);
         if (weigh(mine)) rescale_output(output);
@@ -109,8 +113,8 @@ struct ForwardConsumer {
         reader.done(now);
     }
 
-    // One row tile: leaves the unnormalised output and the softmax state. False if the rows met no tile. Tiles come in runs:
-    // a run ends with the rows, or where the pipeline has to be emptied because so many tiles were skipped.
+    // One row tile: leaves the unnormalised output and the softmax state. False if the rows met no tile. Tiles come in
+    // runs: a run ends with the rows, or where the pipeline has to be emptied because so many tiles were skipped.
     __device__ __forceinline__ bool attend(const Query& query, Output& output) {
         bool any = false;
         while (true) {
@@ -182,13 +186,15 @@ struct ForwardConsumer {
         const bool is_final = params.final.data != nullptr;
         const int local = tile.first + reader.warpgroup;
         if (local >= params.shape.q_blocks || (!any && params.accumulate && !is_final)) return;
-        const int64_t head_rows = (int64_t{tile.batch} * params.shape.heads + tile.head) * params.shape.q_blocks * kBlock;
+        const int64_t head_rows =
+            (int64_t{tile.batch} * params.shape.heads + tile.head) * params.shape.q_blocks * kBlock;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = local * kBlock + (thread / 32) * 16 + (thread % 32) / 4 + 8 * r;
             const Merge merge = merge_lse(params.lse + head_rows + row, any, r);
             float* partial = params.partial.data + tile.batch * params.partial.batch_stride +
-                             row * params.partial.row_stride + tile.head * params.partial.head_stride + 2 * (thread % 4);
+                             row * params.partial.row_stride + tile.head * params.partial.head_stride +
+                             2 * (thread % 4);
             T* rounded = static_cast<T*>(params.final.data) + tile.batch * params.final.batch_stride +
                          row * params.final.row_stride + tile.head * params.final.head_stride + 8 * (thread % 4);
 #pragma unroll
@@ -234,8 +240,9 @@ struct ForwardConsumer {
 };
 
 template <typename T, typename Plan>
-__global__ __launch_bounds__(Plan::kThreads, 1) void forward_kernel(const __grid_constant__ AttentionForwardParams params,
-                                                                    const __grid_constant__ RowMaps maps) {
+__global__ __launch_bounds__(Plan::kThreads,
+                             1) void forward_kernel(const __grid_constant__ AttentionForwardParams params,
+                                                    const __grid_constant__ RowMaps maps) {
     auto& shared = dynamic_shared<RowShared<Plan>>();
     if (threadIdx.x == 0) shared.init();
     __syncthreads();

@@ -1,0 +1,8 @@
+#include "index/probe.cuh"
+
+template void mtraining::probe::launch<__nv_bfloat16, 128, mtraining::probe::Pass::kMax>(const ProbeParams&,
+                                                                                         cudaStream_t);
+template void mtraining::probe::launch<__nv_bfloat16, 128, mtraining::probe::Pass::kSum>(const ProbeParams&,
+                                                                                         cudaStream_t);
+template void mtraining::probe::launch<__nv_bfloat16, 128, mtraining::probe::Pass::kMass>(const ProbeParams&,
+                                                                                          cudaStream_t);

@@ -1,0 +1,4 @@
+#include "sm80/key_gradient.cuh"
+
+template void mtraining::sm80::launch_key_gradient<__nv_bfloat16, 128, false>(const KeyGradParams&, cudaStream_t);
+template void mtraining::sm80::launch_key_gradient<__nv_bfloat16, 128, true>(const KeyGradParams&, cudaStream_t);

@@ -1,0 +1,3 @@
+#include "sm80/query_gradient.cuh"
+
+template void mtraining::sm80::launch_query_gradient<__half, 128>(const QueryGradParams&, cudaStream_t);

@@ -1,0 +1,203 @@
+"""Communication: process groups of a ring, collectives as data, and the exchanges of a ring step."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .schedule import Channel, Transfer
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """Sum or maximum of a tensor over the context-parallel ranks. The tensor may be overwritten by the result."""
+
+    tensor: Tensor
+    op: str = "sum"
+
+
+@dataclass(frozen=True)
+class AllGather:
+    """The tensors of all ranks (at least one dimension), stacked in rank order along a new first dimension."""
+
+    tensor: Tensor
+
+
+Collective = AllReduce | AllGather
+"""A collective that a computation waits for: it yields this and is sent the result."""
+
+
+def drive[Result](steps: Generator[Collective, Tensor, Result], group: dist.ProcessGroup | None) -> Result:
+    """Runs a computation that yields collectives, on a process group (``None``: a single rank)."""
+    try:
+        request = next(steps)
+        while True:
+            request = steps.send(_perform(request, group))
+    except StopIteration as stop:
+        result: Result = stop.value
+        return result
+
+
+def _perform(request: Collective, group: dist.ProcessGroup | None) -> Tensor:
+    if group is None or dist.get_world_size(group) == 1:
+        return request.tensor[None] if isinstance(request, AllGather) else request.tensor
+    tensor = request.tensor.contiguous()
+    if isinstance(request, AllReduce):
+        dist.all_reduce(tensor, dist.ReduceOp.SUM if request.op == "sum" else dist.ReduceOp.MAX, group)
+        return tensor
+    gathered = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
+    dist.all_gather_into_tensor(gathered.flatten(0, 1), tensor, group)
+    return gathered
+
+
+def combine(requests: list[Collective]) -> list[Tensor]:
+    """The results of one collective, given the requests of all ranks in rank order, in one process."""
+    first = requests[0]
+    stacked = torch.stack([request.tensor for request in requests])
+    if isinstance(first, AllGather):
+        return [stacked] * len(requests)
+    reduced = stacked.sum(0) if first.op == "sum" else stacked.amax(0)
+    return [reduced.clone() for _ in requests]
+
+
+@dataclass(frozen=True)
+class RingGroups:
+    """The process groups of a context-parallel ring.
+
+    Inner and outer traffic, and keys and their gradients, want a communicator each: exchanges on one NCCL communicator
+    share one stream, so a short inner hop would queue behind a long outer one (docs/design.md, "Rings"). Groups that are not
+    given fall back to sharing the next wider one, which is correct but overlaps less.
+
+    Attributes:
+        cp: all context-parallel ranks, for the collectives of index estimation; ``None`` for a single rank.
+        inner, outer: the groups of a hierarchical ring (ranks of a node; same place in every node), both or neither.
+        inner_grad, outer_grad: the same ranks again, for dK and dV.
+    """
+
+    cp: dist.ProcessGroup | None = None
+    inner: dist.ProcessGroup | None = None
+    outer: dist.ProcessGroup | None = None
+    inner_grad: dist.ProcessGroup | None = None
+    outer_grad: dist.ProcessGroup | None = None
+
+    @property
+    def cp_size(self) -> int:
+        """Number of context-parallel ranks."""
+        return 1 if self.cp is None else dist.get_world_size(self.cp)
+
+    @property
+    def cp_rank(self) -> int:
+        """This process's context-parallel rank."""
+        return 0 if self.cp is None else dist.get_rank(self.cp)
+
+    def inner_size(self, ring: str) -> int:
+        """Ranks of an inner ring for ``MTrainingConfig.ring``; ``cp_size`` for a flat ring.
+
+        Raises:
+            ValueError: if "hierarchical" is asked for without groups, or the groups do not split the CP group into
+                adjacent ranks (inner) and strided ranks (outer).
+        """
+        if self.cp is None or ring == "flat":
+            return self.cp_size
+        if (self.inner is None) != (self.outer is None):
+            raise ValueError("inner_group and outer_group: give both or neither")
+        if self.inner is None or self.outer is None:
+            if ring == "hierarchical":
+                raise ValueError("ring='hierarchical' needs inner_group and outer_group")
+            return self.cp_size
+        self._check_split(self.inner, self.outer)
+        return dist.get_world_size(self.inner)
+
+    def _check_split(self, inner: dist.ProcessGroup, outer: dist.ProcessGroup) -> None:
+        ranks = dist.get_process_group_ranks(self.cp)
+        size = dist.get_world_size(inner)
+        place, node = self.cp_rank % size, self.cp_rank // size
+        expected_inner, expected_outer = ranks[node * size : (node + 1) * size], ranks[place::size]
+        for name, group, expected in (("inner", inner, expected_inner), ("outer", outer, expected_outer)):
+            if dist.get_process_group_ranks(group) != expected:
+                raise ValueError(
+                    f"{name}_group has global ranks {dist.get_process_group_ranks(group)}: for cp_group {ranks} and "
+                    f"{size} ranks per inner ring it must have {expected}"
+                )
+
+    def channel(self, channel: Channel) -> dist.ProcessGroup:
+        """The group that carries a channel."""
+        wider = {
+            Channel.INNER: (self.inner, self.cp),
+            Channel.OUTER: (self.outer, self.cp),
+            Channel.INNER_GRAD: (self.inner_grad, self.inner, self.cp),
+            Channel.OUTER_GRAD: (self.outer_grad, self.outer, self.cp),
+        }
+        return next(group for group in wider[channel] if group is not None)
+
+
+class GroupExchange:
+    """Exchanges of ring steps over process groups: one batched send and receive per transfer."""
+
+    def __init__(self, groups: RingGroups) -> None:
+        self.groups = groups
+        self.ranks = [] if groups.cp is None else dist.get_process_group_ranks(groups.cp)
+
+    def post(self, transfer: Transfer, send: Tensor, receive: Tensor) -> list[dist.Work]:
+        """Starts a transfer; ``send`` must not change and ``receive`` not be read until :meth:`wait`.
+
+        Peers are CP ranks in the schedule and global ranks here: a CP group need not begin at rank 0.
+        """
+        group = self.groups.channel(transfer.channel)
+        operations = [
+            dist.P2POp(dist.isend, send, self.ranks[transfer.send_to], group),
+            dist.P2POp(dist.irecv, receive, self.ranks[transfer.receive_from], group),
+        ]
+        return dist.batch_isend_irecv(operations)
+
+    def wait(self, handle: list[dist.Work]) -> None:
+        """Waits for a transfer (on CUDA the current stream waits, not the host)."""
+        for work in handle:
+            work.wait()
+
+
+@dataclass
+class _Mail:
+    send: Tensor
+    receive: Tensor
+    transfer: Transfer
+    rank: int
+
+
+class VirtualExchange:
+    """Exchanges between ranks that are played one after another in one process (see :mod:`megatron_mtraining.testing`).
+
+    All ranks post a step's transfers before any of them waits for one, so a wait finds its sender's buffer filled and
+    copies from it.
+    """
+
+    def __init__(self, mailbox: dict[tuple[Channel, int, int], list[_Mail]], rank: int) -> None:
+        self.mailbox = mailbox
+        self.rank = rank
+
+    def post(self, transfer: Transfer, send: Tensor, receive: Tensor) -> _Mail:
+        """Leaves a message for ``transfer.send_to``."""
+        # A copy: the sender may wait, and then reuse its buffer, before the receiver does.
+        mail = _Mail(send.clone(), receive, transfer, self.rank)
+        self.mailbox.setdefault((transfer.channel, self.rank, transfer.send_to), []).append(mail)
+        return mail
+
+    def wait(self, handle: _Mail) -> None:
+        """Takes the oldest message from ``transfer.receive_from``."""
+        transfer = handle.transfer
+        sent = self.mailbox[(transfer.channel, transfer.receive_from, self.rank)].pop(0)
+        if sent.transfer.sent_chunk != transfer.received_chunk:
+            raise RuntimeError(
+                f"rank {self.rank} expected chunk {transfer.received_chunk}, got {sent.transfer.sent_chunk}"
+            )
+        handle.receive.copy_(sent.send)
+
+
+Exchange = GroupExchange | VirtualExchange

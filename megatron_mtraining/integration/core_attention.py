@@ -1,0 +1,239 @@
+"""The ``core_attention`` module that Megatron's attention layers call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.inference.utils import InferenceMode
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_mtraining.attention import attention_on_groups
+from megatron_mtraining.config import MTrainingConfig
+from megatron_mtraining.documents import Documents
+from megatron_mtraining.layout import Layout
+
+from . import runtime
+from .conversion import convert, convert_qkv
+from .errors import RefusedError
+from .groups import ring_groups
+from .layout_mode import CONVERT
+from .refusals import refuse
+from .static_inference import dense_inference_attention
+
+
+class MTrainingCoreAttention(MegatronModule):
+    """MTraining attention behind Megatron's core attention contract.
+
+    It has no parameters and no extra state, so checkpoints of dense models load into it and the other way round. The
+    number of heads is read from the tensors (key and value heads come unexpanded), the process groups from Megatron
+    at each call.
+
+    Args:
+        config: the model's config; checked against :data:`.refusals.REFUSALS`.
+        layer_number: 1-based number of the layer.
+        attn_mask_type: must be causal.
+        attention_type: must be ``self``.
+        attention_dropout: must be None or 0.
+        softmax_scale: scale of the logits; ``1 / sqrt(head_dim)`` if left out.
+        k_channels: head dimension of queries and keys, given by multi-latent attention.
+        v_channels: head dimension of values; must equal ``k_channels``.
+        num_splits: taken for the sake of the contract; must be None.
+        cp_comm_type: taken for the sake of the contract; the ring does not depend on it.
+        pg_collection: process groups; Megatron's global ones if left out.
+        mtraining: the attention's config; that of the launcher if left out.
+
+    Raises:
+        RefusedError: for what is not supported; names the option and its value.
+    """
+
+    def __init__(  # noqa: PLR0913 - Megatron's contract
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        num_splits: int | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        mtraining: MTrainingConfig | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        refuse(config)
+        if attention_type != "self":
+            raise RefusedError(f"attention_type {attention_type}: MTraining attention is for self-attention only")
+        _check_mask_type(attn_mask_type)
+        if attention_dropout:
+            raise RefusedError(f"attention_dropout {attention_dropout}: attention dropout is not built; use 0")
+        if num_splits is not None:
+            raise RefusedError(f"num_splits {num_splits}: not supported; use None")
+        if k_channels != v_channels:
+            raise RefusedError(f"k_channels {k_channels}, v_channels {v_channels}: head dimensions must be equal")
+        self.layer_number = max(1, layer_number)
+        self.attn_mask_type = attn_mask_type
+        self.attention_type = attention_type
+        self.softmax_scale = softmax_scale
+        self.cp_comm_type = cp_comm_type
+        self.pg_collection = pg_collection
+        self.mtraining = runtime.current().config if mtraining is None else mtraining
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        num_splits: int | None = None,
+    ) -> Tensor:
+        """Attention of the local queries over the keys and values of every context-parallel rank.
+
+        Args:
+            query: ``[local_seq, batch, heads, head_dim]``; packed sequences: ``[tokens, heads, head_dim]``.
+            key: ``[local_seq, batch, kv_heads, head_dim]``, or without batch.
+            value: like ``key``; any strides.
+            attention_mask: not read, as the mask type defines the mask (as in Transformer Engine).
+            attn_mask_type: that of the call; causal. Static-batch inference passes ``no_mask`` past the prompt.
+            attention_bias: must be None.
+            packed_seq_params: documents of a packed sequence, on one context-parallel rank.
+            num_splits: must be None.
+
+        Returns:
+            ``[local_seq, batch, heads * head_dim]``; packed sequences: ``[tokens, heads, head_dim]`` flattened alike.
+
+        Raises:
+            RefusedError: for an argument that is not supported; names it and its value.
+        """
+        if attention_bias is not None:
+            raise RefusedError(f"attention_bias of shape {tuple(attention_bias.shape)}: not supported; use None")
+        if num_splits is not None:
+            raise RefusedError(f"num_splits {num_splits}: not supported; use None")
+        cp_group = self._cp_group()
+        if not self.training and (InferenceMode.is_active() or query.shape[0] != key.shape[0]):
+            if cp_group is not None:
+                raise RefusedError(
+                    f"--context-parallel-size {cp_group.size()}: inference is supported on one rank only"
+                )
+            return dense_inference_attention(query, key, value, self.softmax_scale)
+        if query.shape[0] != key.shape[0]:
+            raise RefusedError(
+                f"{query.shape[0]} queries, {key.shape[0]} keys: MTraining attention is for self-attention"
+            )
+        _check_mask_type(
+            self.attn_mask_type if attn_mask_type is None else attn_mask_type, packed_seq_params is not None
+        )
+        if packed_seq_params is not None:
+            return self._packed(query, key, value, packed_seq_params, cp_group)
+        if cp_group is None:
+            layout = Layout.contiguous(query.shape[0], 1)
+            return self._attend(query, key, value, layout, None)
+        return self._over_ranks(query, key, value, cp_group)
+
+    def _over_ranks(
+        self, query: Tensor, key: Tensor, value: Tensor, cp_group: torch.distributed.ProcessGroup
+    ) -> Tensor:
+        """The call on several ranks, with conversion of the layout where the model holds another."""
+        state = runtime.current()
+        seq_len = query.shape[0] * cp_group.size()
+        layout = state.attention_layout(seq_len, cp_group.size())
+        if state.layout_mode.mode != CONVERT:
+            self._check_dealt(state, seq_len)
+            return self._attend(query, key, value, layout, cp_group)
+        held = state.model_layout(seq_len, cp_group.size())
+        out = self._attend(*convert_qkv(query, key, value, held, layout, cp_group), layout, cp_group)
+        return convert(out, layout, held, cp_group)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layout: Layout,
+        cp_group: torch.distributed.ProcessGroup | None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """``[s, b, h, d]`` in, ``[s, b, h * d]`` out; the transposes are views."""
+        recorder = runtime.recorder()
+        out, aux = attention_on_groups(
+            query.transpose(0, 1),
+            key.transpose(0, 1),
+            value.transpose(0, 1),
+            config=self.mtraining,
+            layout=layout,
+            softmax_scale=self.softmax_scale,
+            groups=ring_groups(cp_group),
+            return_aux=True,
+            documents=documents,
+        )
+        if recorder is not None and self.training:
+            recorder.record(self.layer_number, aux.index, aux.layout, aux.inner_size)
+        return out.transpose(0, 1).flatten(2)
+
+    def _packed(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        packed: PackedSeqParams,
+        cp_group: torch.distributed.ProcessGroup | None,
+    ) -> Tensor:
+        """Packed sequences ``[t, h, d]`` on one rank: each document has its own index.
+
+        Reads the document lengths on the host.
+        """
+        if cp_group is not None or packed.cp_group is not None:
+            raise RefusedError("packed_seq_params: packed sequences are not built over several context-parallel ranks")
+        if packed.qkv_format != "thd":
+            raise RefusedError(f"packed_seq_params.qkv_format {packed.qkv_format}: use thd")
+        padded = packed.cu_seqlens_q_padded
+        documents = Documents.from_cu_seqlens(
+            packed.cu_seqlens_q.tolist(), query.shape[0], None if padded is None else padded.tolist()
+        )
+        layout = Layout.contiguous(query.shape[0], 1)
+        q, k, v = (x.unsqueeze(1) if x.dim() == 3 else x for x in (query, key, value))
+        out = self._attend(q, k, v, layout, None, documents)
+        return out.squeeze(1) if query.dim() == 3 else out
+
+    def _cp_group(self) -> torch.distributed.ProcessGroup | None:
+        """Megatron's context-parallel group of this moment; None where one rank holds the sequence."""
+        group = getattr(self.pg_collection, "cp", None)
+        if group is None and parallel_state.model_parallel_is_initialized():
+            group = parallel_state.get_context_parallel_group()
+        return None if group is None or group.size() == 1 else group
+
+    @staticmethod
+    def _check_dealt(state: runtime.Runtime, seq_len: int) -> None:
+        """Asserts that batch and rotary embedding were dealt natively at this length, not by another slicer."""
+        if not state.layout_mode.replaces_slicing:
+            return
+        for what in state.expects:
+            if seq_len not in state.dealt[what]:
+                raise RefusedError(
+                    f"the {what} of a sequence of {seq_len} tokens was not dealt in the layout of attention (lengths "
+                    f"dealt: {sorted(state.dealt[what])}): slice it with megatron_mtraining.integration.deal_{what}, "
+                    "or use --mtraining-layout-mode convert"
+                )
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Drops the extra state that Transformer Engine saves for a core attention; there is nothing to load."""
+        state_dict.pop(f"{prefix}_extra_state", None)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _check_mask_type(mask_type: AttnMaskType, packed: bool = False) -> None:
+    """Refuses masks that are not causal; ``padding_causal`` is what packed sequences call theirs."""
+    valid = [AttnMaskType.causal, AttnMaskType.padding_causal][: 1 + packed]
+    if mask_type not in valid:
+        raise RefusedError(f"attn_mask_type {mask_type.name}: not supported; use {' or '.join(m.name for m in valid)}")

@@ -1,0 +1,97 @@
+"""Reference of the selection operators: top-p with caps by radix search (docs/design.md, "Selection by radix")."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...bitmap import pack_bits
+
+# Entries of a selection's state, per (batch, head, document).
+P_PREFIX, P_ABOVE, TOTAL, CAP_MASS, CAP_TIE, CAP_ABOVE = range(6)
+
+
+def _candidates(mass: Tensor, segment: Tensor, all_lines: bool) -> Tensor:
+    return (segment >= 0) & ((mass > 0) | all_lines)
+
+
+def _line_state(state: Tensor, segment: Tensor, entry: int) -> Tensor:
+    """The state entry of each line's document, ``[batch, heads, lines]``."""
+    return state[..., entry][..., segment.clamp(min=0).long()]
+
+
+def select_histogram(
+    mass: Tensor,
+    segment: Tensor,
+    tie: Tensor,
+    state: Tensor,
+    round: int,
+    digit_bits: int,
+    mass_rounds: int,
+    tie_rounds: int,
+    all_lines: bool,
+) -> Tensor:
+    """Mass (0) and count (1) of the lines under the current prefixes by their next digit."""
+    digits = 1 << digit_bits
+    batch, heads, documents, _ = state.shape
+    histogram = torch.zeros((batch, heads, 2, documents * digits), dtype=torch.int64, device=mass.device)
+    candidate = _candidates(mass, segment, all_lines)
+    base = segment.clamp(min=0).long() * digits
+
+    def add(row: int, values: Tensor, active: Tensor, digit: Tensor) -> None:
+        histogram[:, :, row].scatter_add_(-1, base + digit, values.masked_fill(~active, 0))
+
+    if round < mass_rounds:
+        shift = (mass_rounds - 1 - round) * digit_bits
+        digit, high = (mass >> shift) & (digits - 1), mass >> (shift + digit_bits)
+        for row, entry, values in ((0, P_PREFIX, mass), (1, CAP_MASS, torch.ones_like(mass))):
+            add(row, values, candidate & (high == _line_state(state, segment, entry) >> (shift + digit_bits)), digit)
+    else:
+        shift = (mass_rounds + tie_rounds - 1 - round) * digit_bits
+        order = tie.long().expand_as(mass)
+        same = (mass == _line_state(state, segment, CAP_MASS)) & (
+            order >> (shift + digit_bits) == _line_state(state, segment, CAP_TIE) >> (shift + digit_bits)
+        )
+        add(1, torch.ones_like(mass), candidate & same, (order >> shift) & (digits - 1))
+    return histogram.unflatten(-1, (documents, digits)).transpose(2, 3).contiguous()
+
+
+def _narrow(state: Tensor, counts: Tensor, reached: Tensor, prefix: int, above: int, shift: int) -> None:
+    """Takes the highest digit at which the target is reached (0 if none is) into the prefix."""
+    digit = (reached.sum(-1) - 1).clamp(min=0)
+    number = torch.arange(counts.shape[-1], device=counts.device)
+    state[..., above] += counts.masked_fill(number <= digit[..., None], 0).sum(-1)
+    state[..., prefix] |= digit << shift
+
+
+def select_update_(
+    histogram: Tensor,
+    state: Tensor,
+    round: int,
+    digit_bits: int,
+    mass_rounds: int,
+    tie_rounds: int,
+    p_num: int,
+    p_den: int,
+    cap: int,
+) -> None:
+    """Narrows the prefixes by one digit, from the histogram summed over all ranks."""
+    mass, count = histogram[..., 0, :], histogram[..., 1, :]
+    in_mass = round < mass_rounds
+    shift = ((mass_rounds if in_mass else mass_rounds + tie_rounds) - 1 - round) * digit_bits
+    if round == 0:
+        state[..., TOTAL] = mass.sum(-1)
+    if in_mass:
+        held = state[..., P_ABOVE, None] + mass.flip(-1).cumsum(-1).flip(-1)
+        _narrow(state, mass, held * p_den >= p_num * state[..., TOTAL, None], P_PREFIX, P_ABOVE, shift)
+    if cap >= 0:
+        held = state[..., CAP_ABOVE, None] + count.flip(-1).cumsum(-1).flip(-1)
+        _narrow(state, count, held >= cap, CAP_MASS if in_mass else CAP_TIE, CAP_ABOVE, shift)
+
+
+def select_pack(mass: Tensor, segment: Tensor, tie: Tensor, state: Tensor, all_lines: bool) -> Tensor:
+    """The kept lines as bits: candidates over the top-p prefix (all of them with ``all_lines``) and not cut by the cap."""
+    cap_mass = _line_state(state, segment, CAP_MASS)
+    cut = (mass < cap_mass) | ((mass == cap_mass) & (tie.long() < _line_state(state, segment, CAP_TIE)))
+    enough = torch.ones_like(cut) if all_lines else mass >= _line_state(state, segment, P_PREFIX)
+    return pack_bits(_candidates(mass, segment, all_lines) & enough & ~cut)

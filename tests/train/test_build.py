@@ -1,0 +1,138 @@
+"""The build: a pure wheel without CUDA, one readable message where CUDA cannot be built, and the set-up's finder."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import build_backend
+import pytest
+
+from .conftest import ROOT
+
+SETTING = "cmake.define.MTRAINING_CUDA"
+
+
+def stub(path: Path, script: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def no_cuda_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDACXX", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_on_without_nvcc_names_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_backend, "find_nvcc", lambda: None)
+    with pytest.raises(SystemExit, match=r"nvcc not found \(CUDACXX, CUDA_HOME and CUDA_PATH unset or wrong"):
+        build_backend.get_requires_for_build_wheel({SETTING: "ON"})
+
+
+def test_auto_without_nvcc_needs_no_cmake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_backend, "find_nvcc", lambda: None)
+    assert build_backend.get_requires_for_build_wheel(None) == []
+
+
+def test_another_cuda_than_torch_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A CUDA of another major version than torch's: both versions in one message, before any compile."""
+    import torch
+
+    if torch.version.cuda is None:
+        pytest.skip("torch without CUDA")
+    nvcc = stub(tmp_path / "bin" / "nvcc", "echo 'Cuda compilation tools, release 9.2, V9.2.148'")
+    monkeypatch.setenv("CUDACXX", str(nvcc))
+    with pytest.raises(SystemExit, match=rf"is CUDA 9.2, torch .* is built with CUDA {torch.version.cuda}"):
+        build_backend.get_requires_for_build_wheel({SETTING: "ON"})
+
+
+def test_an_nvcc_that_does_not_run_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDACXX", str(stub(tmp_path / "nvcc", "exit 1")))
+    with pytest.raises(SystemExit, match="names no CUDA release"):
+        build_backend.get_requires_for_build_wheel({SETTING: "ON"})
+
+
+def test_build_isolation_without_torch_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDACXX", str(stub(tmp_path / "nvcc", "echo release 13.0")))
+    isolated = stub(tmp_path / "python", f'exec "{sys.executable}" -S -I "$@"')  # no site-packages: no torch
+    monkeypatch.setattr(build_backend.sys, "executable", str(isolated))
+    with pytest.raises(SystemExit, match="--no-build-isolation") as raised:
+        build_backend.get_requires_for_build_wheel({SETTING: "ON"})
+    assert "\n" not in str(raised.value)
+
+
+def test_an_editable_install_has_no_cmake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_backend, "find_nvcc", lambda: "/usr/local/cuda/bin/nvcc")
+    assert build_backend.get_requires_for_build_editable(None) == []
+    with pytest.raises(SystemExit, match="then run make cuda"):
+        build_backend.get_requires_for_build_editable({SETTING: "ON"})
+
+
+def test_a_wrong_choice_names_the_valid_ones() -> None:
+    with pytest.raises(SystemExit, match="MTRAINING_CUDA=MAYBE: must be one of AUTO, ON, OFF"):
+        build_backend.get_requires_for_build_wheel({SETTING: "maybe"})
+
+
+@pytest.mark.usefixtures("no_cuda_variables")
+def test_nvcc_is_found_in_cuda_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nvcc = stub(tmp_path / "cuda" / "bin" / "nvcc", "true")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    assert build_backend.find_nvcc() == str(nvcc)
+
+
+def test_wheel_without_cuda_is_pure_python(tmp_path: Path) -> None:
+    """It needs neither a compiler nor CMake: both are hidden from the build."""
+    empty = tmp_path / "bin"
+    empty.mkdir()
+    command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index"]
+    environment = {**os.environ, "PATH": str(empty), "CC": "/bin/false", "CXX": "/bin/false"}
+    run = subprocess.run(
+        [*command, "-C", f"{SETTING}=OFF", "-w", str(tmp_path), str(ROOT)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {"megatron_mtraining/__init__.py", "megatron_mtraining/py.typed", "megatron_mtraining/launch.py"} <= names
+    assert all(name.startswith(("megatron_mtraining/", "megatron_mtraining-")) for name in names)
+
+
+def find_python(folder: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """The finder with nothing but stubs of `folder` and the shell's own tools on its PATH, and an empty home."""
+    environment = {"PATH": str(folder), "HOME": str(folder / "home"), **variables}
+    script = str(ROOT / "tools" / "find_python.sh")
+    return subprocess.run(["/bin/sh", script], env=environment, capture_output=True, text=True, check=False)
+
+
+def test_finder_runs_candidates_and_passes_over_stubs(tmp_path: Path) -> None:
+    """A version manager's `python3.12` that only prints an error is on the PATH before the one that works."""
+    stub(tmp_path / "python3.12", "echo 'pyenv: python3.12: command not found' >&2; exit 127")
+    stub(tmp_path / "python3", f'exec "{sys.executable}" "$@"')
+    run = find_python(tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert Path(run.stdout.strip()).exists()
+    assert run.stderr == ""
+
+
+def test_finder_looks_into_pyenv(tmp_path: Path) -> None:
+    stub(tmp_path / "python3.12", "exit 127")
+    stub(tmp_path / "pyenv" / "versions" / "3.12.9" / "bin" / "python3.12", f'exec "{sys.executable}" "$@"')
+    run = find_python(tmp_path, PYENV_ROOT=str(tmp_path / "pyenv"))
+    assert run.returncode == 0, run.stderr
+
+
+def test_a_python_that_is_told_must_work(tmp_path: Path) -> None:
+    stub(tmp_path / "old", "exit 1")
+    run = find_python(tmp_path, PYTHON=str(tmp_path / "old"))
+    assert run.returncode == 1
+    assert run.stderr.splitlines() == [
+        f"PYTHON={tmp_path}/old: must be a Python 3.12 or newer with the venv and ensurepip modules"
+    ]
