@@ -41,10 +41,10 @@ train: $(VENV)/installed
 	    $(if $(filter-out 0,$(RESUME)),--resume) $(if $(EXTRA),--extra "$(EXTRA)")
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -m "not full and not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not full" $(PYTEST_ARGS)
 
 test-full: $(VENV)/installed
-	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/installed
 	$(BIN)/python -m pytest -m "gpu" $(PYTEST_ARGS)
