@@ -2,13 +2,18 @@
 # make test       the tests (minutes)          make test-full   the exhaustive matrix (hours)
 # make test-gpu   the tests that need a GPU    make check       ruff, mypy, docstrings, format
 #                                              make format      what of it can be put right by itself
+# make setup      .venv with everything needed; the other commands do it first where it is missing
 # make cuda       build the CUDA library into the source tree (make setup does it where there is a GPU and nvcc)
 # make clean      remove what make made, but data/ and runs/ (make clean-all: these too)
 #
-# Options of make train, each with a default: NAME=run folder under runs/, ATTENTION=mtraining|dense, SEQ=sequence length,
-# STEPS=training steps, NPROC=processes, INNER=ranks of a node, TOP_P=share of attention kept, DATA=your text (folder or
-# file), RESUME=1 to go on from the last checkpoint of NAME, EXTRA="more Megatron options".
-# Set-up: PYTHON=a Python 3.12, CUDA=AUTO|ON|OFF whether to build the CUDA library (AUTO: where there is a GPU and nvcc).
+# Options of make train, each with a default, taken from make's command line only (not from the environment):
+#   NAME=run folder under runs/ (default: ATTENTION)        ATTENTION=mtraining|dense
+#   SEQ=sequence length (8192)                              STEPS=training steps (80)
+#   NPROC=processes (the GPUs found; 4 on the CPU)          INNER=ranks of a node (half of 4 or more processes)
+#   TOP_P=share of attention kept (0.9)                     DATA=your text, a folder or a file
+#   RESUME=1 to go on from the last checkpoint of NAME      EXTRA="more Megatron options"
+# Other options: CUDA=AUTO|ON|OFF whether the set-up builds the CUDA library (AUTO: where there is a GPU and nvcc),
+#   PYTHON=a Python 3.12 for the set-up, PYTEST_ARGS="more pytest options" for the tests.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 VENV := .venv
@@ -17,6 +22,9 @@ CUDA ?= AUTO
 PYTEST_ARGS ?=
 CXX_FILES := git ls-files 'csrc/*.h' 'csrc/*.cuh' 'csrc/*.cu' 'csrc/*.cpp'
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+# The option --$2 with the variable $1, if make's command line sets it: the environment has a NAME of its own on some
+# systems. Make exports such variables, so that the shell reads the value and never parses it.
+given = $(if $(and $(filter command,$(origin $1)),$(value $1)),--$2="$$$1")
 export PYTHON
 
 .PHONY: help setup cuda train test test-full test-gpu check format clean clean-all
@@ -35,10 +43,9 @@ cuda:
 	PATH="$(abspath $(BIN)):$$PATH" cmake --install build/cuda --prefix .
 
 train: $(VENV)/installed
-	@$(BIN)/python examples/train.py $(if $(NAME),--name "$(NAME)") $(if $(ATTENTION),--attention "$(ATTENTION)") \
-	    $(if $(SEQ),--seq "$(SEQ)") $(if $(STEPS),--steps "$(STEPS)") $(if $(NPROC),--nproc "$(NPROC)") \
-	    $(if $(INNER),--inner "$(INNER)") $(if $(TOP_P),--top-p "$(TOP_P)") $(if $(DATA),--data "$(DATA)") \
-	    $(if $(filter-out 0,$(RESUME)),--resume) $(if $(EXTRA),--extra "$(EXTRA)")
+	@$(BIN)/python examples/train.py $(call given,NAME,name) $(call given,ATTENTION,attention) \
+	    $(call given,SEQ,seq) $(call given,STEPS,steps) $(call given,NPROC,nproc) $(call given,INNER,inner) \
+	    $(call given,TOP_P,top-p) $(call given,DATA,data) $(call given,RESUME,resume) $(call given,EXTRA,extra)
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -m "not full" $(PYTEST_ARGS)

@@ -6,9 +6,6 @@ runs/NAME/metrics.jsonl, and draws the run. Options: see the Makefile or `python
 
 import json
 import logging
-import os
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,10 +15,9 @@ import plot_run
 import prepare_text
 import torch
 import train_options
+from logged_run import run_logged, stop_on_signals
 from tqdm import tqdm
 from train_options import OptionError, TrainOptions
-
-ERROR_LINES = 25
 
 
 class MetricsFile:
@@ -50,42 +46,6 @@ def describe(line: dict[str, Any]) -> str:
         f"density {line['density']:.3f}  imbalance worker {line['imbalance_worker']:.3f} "
         f"step {line['imbalance_step']:.3f}  index {100 * line['index_share']:.1f} % of the time"
     )
-
-
-def run_logged(command: list[str], variables: dict[str, str], log: Path, on_output: Any) -> int:
-    """Run a command with its output in `log`; call `on_output` after each line. Returns the exit status.
-
-    Ctrl-C stops the whole process group, then raises KeyboardInterrupt here.
-    """
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        env={**os.environ, **variables},
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    try:
-        with log.open("a") as file:
-            for line in process.stdout:
-                file.write(line)
-                file.flush()
-                on_output()
-        return process.wait()
-    except BaseException:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait()
-        raise
-
-
-def explain_failure(log: Path) -> str:
-    """The lines of a log that say what went wrong, and where the rest is."""
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    ends = [number for number, line in enumerate(lines) if "torch.distributed.elastic" in line or "ChildFailed" in line]
-    last = ends[0] if ends else len(lines)
-    return "\n".join([*lines[max(0, last - ERROR_LINES) : last], f"Training failed; the whole output is in {log}"])
 
 
 def prepare_data(options: TrainOptions) -> str:
@@ -133,9 +93,7 @@ def train(options: TrainOptions, prefix: str) -> None:
                 bar.write(describe(line))
                 bar.update(line["step"] - bar.n)
 
-        status = run_logged(command, variables, log, show)
-    if status != 0:
-        raise SystemExit(explain_failure(log))
+        run_logged(command, variables, log, show)
 
 
 def probe(options: TrainOptions, prefix: str) -> None:
@@ -149,9 +107,7 @@ def probe(options: TrainOptions, prefix: str) -> None:
         *("--skip-train", "--probe-output", str(options.folder / "attention.npz")),
     ]
     command = train_options.launch_command("examples/probe_attention.py", 1, arguments)
-    log = options.folder / "probe.txt"
-    if run_logged(command, train_options.environment(1), log, lambda: None) != 0:
-        raise SystemExit(explain_failure(log))
+    run_logged(command, train_options.environment(1), options.folder / "probe.txt", lambda: None)
 
 
 def summarise(options: TrainOptions) -> None:
@@ -164,14 +120,19 @@ def summarise(options: TrainOptions) -> None:
     print(f"  {options.folder}/metrics.jsonl, log.txt, tensorboard/ (tensorboard --logdir runs), checkpoint/")
 
 
-def _stop(number: int, _: Any) -> None:
-    # As an exception, so that the training processes, which have a session of their own, are stopped too.
-    raise SystemExit(128 + number)
+def stopped(options: TrainOptions) -> str:
+    """What can be done after Ctrl-C."""
+    done = options.last_saved
+    if done is None:
+        return f"stopped before the first checkpoint (one every {options.save_interval} steps): nothing to go on from"
+    if done >= options.steps:
+        return f"stopped after training; the checkpoint of step {done} is in {options.checkpoint}"
+    return f"stopped; RESUME=1 NAME={options.name} goes on from the checkpoint of step {done}"
 
 
 def main() -> None:
     """Parse, prepare, train, probe, draw."""
-    signal.signal(signal.SIGTERM, _stop)
+    stop_on_signals()
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # no CUDA toolkit is no news here
     try:
         options = train_options.parse_options(sys.argv[1:], torch.cuda.device_count())
@@ -187,7 +148,7 @@ def main() -> None:
             print("looking at one head of the trained model", flush=True)
             probe(options, prefix)
     except KeyboardInterrupt:
-        raise SystemExit(f"stopped; RESUME=1 NAME={options.name} goes on from the last checkpoint") from None
+        raise SystemExit(stopped(options)) from None
     plot_run.draw_run(options.folder)
     others = [train_options.RUNS / name for name in train_options.ATTENTIONS]
     if all((folder / "metrics.jsonl").exists() for folder in others):

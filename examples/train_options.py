@@ -17,6 +17,7 @@ VERTICAL_CAP, SLASH_CAP = 1 / 16, 1 / 4
 ATTENTIONS = ("mtraining", "dense")
 RUNS = Path("runs")
 DATA_FOLDER = Path("data")
+SAVE_INTERVAL = 50  # steps between two checkpoints; the last step is always saved
 
 
 class OptionError(ValueError):
@@ -50,6 +51,17 @@ class TrainOptions:
         return self.folder / "checkpoint"
 
     @property
+    def save_interval(self) -> int:
+        """Steps between two checkpoints."""
+        return min(SAVE_INTERVAL, self.steps)
+
+    @property
+    def last_saved(self) -> int | None:
+        """The step of the run's last checkpoint; None where there is none."""
+        tracker = self.checkpoint / "latest_checkpointed_iteration.txt"
+        return int(tracker.read_text()) if tracker.exists() else None
+
+    @property
     def log_interval(self) -> int:
         """Steps between two lines of metrics: about twenty lines a run, at most ten steps apart."""
         return max(1, min(10, self.steps // 20))
@@ -70,8 +82,8 @@ def parse_options(argv: list[str], gpus: int) -> TrainOptions:
     parser.add_argument("--inner", help="ranks of a node: the inner ring (default: half of 4 and more processes)")
     parser.add_argument("--top-p", default="0.9", help="share of the attention mass to keep")
     parser.add_argument("--data", type=Path, help="text file or folder (default: the Python standard library)")
-    parser.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
-    parser.add_argument("--extra", default="", help="more Megatron options, as one string")
+    parser.add_argument("--resume", nargs="?", const="1", default="0", help="1: go on from the run's last checkpoint")
+    parser.add_argument("--extra", default="", help="more Megatron options, as one string: --extra='--seed 7'")
     given = parser.parse_args(argv)
     if given.attention not in ATTENTIONS:
         raise OptionError(f"ATTENTION={given.attention}: must be one of {', '.join(ATTENTIONS)}")
@@ -93,8 +105,8 @@ def parse_options(argv: list[str], gpus: int) -> TrainOptions:
         inner=inner,
         top_p=_share(given.top_p),
         data=given.data,
-        resume=given.resume,
-        extra=tuple(shlex.split(given.extra)),
+        resume=_switch("RESUME", given.resume),
+        extra=_words("EXTRA", given.extra),
         gpus=gpus,
     )
     if options.resume:
@@ -104,10 +116,9 @@ def parse_options(argv: list[str], gpus: int) -> TrainOptions:
 
 def _check_resumable(options: TrainOptions) -> None:
     """Raise OptionError unless the run has a checkpoint from before its last step."""
-    tracker = options.checkpoint / "latest_checkpointed_iteration.txt"
-    if not tracker.exists():
+    done = options.last_saved
+    if done is None:
         raise OptionError(f"RESUME=1: {options.checkpoint} holds no checkpoint (NAME={options.name})")
-    done = int(tracker.read_text())
     if done >= options.steps:
         raise OptionError(
             f"STEPS={options.steps}: the checkpoint of {options.name} is at step {done}; ask for more steps"
@@ -118,6 +129,19 @@ def _positive(name: str, text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise OptionError(f"{name}={text}: must be a positive integer")
     return int(text)
+
+
+def _switch(name: str, text: str) -> bool:
+    if text not in ("0", "1"):
+        raise OptionError(f"{name}={text}: must be 0 or 1")
+    return text == "1"
+
+
+def _words(name: str, text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise OptionError(f"{name}={text}: must be quoted as for a shell ({error})") from None
 
 
 def _share(text: str) -> float:
@@ -171,7 +195,7 @@ def optimizer_arguments(options: TrainOptions) -> list[str]:
         f"--weight-decay 0.01 --log-interval {interval} --tensorboard-log-interval {interval} "
         f"--tensorboard-dir {options.folder}/tensorboard --mtraining-metrics {options.folder}/metrics.jsonl "
         f"--eval-interval {options.steps + 1} --eval-iters 2 "
-        f"--save {options.checkpoint} --save-interval {max(1, min(50, options.steps))} --ckpt-format torch_dist"
+        f"--save {options.checkpoint} --save-interval {options.save_interval} --ckpt-format torch_dist"
     )
     if options.resume:  # a longer run than the one before decays over its own steps
         arguments += ["--load", str(options.checkpoint), "--override-opt_param-scheduler"]

@@ -15,6 +15,14 @@ for folder in (ROOT / "examples", ROOT / "tools"):
 Runner = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+def stub(path: Path, script: str) -> Path:
+    """An executable shell script in place of a program."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
 @pytest.fixture
 def root() -> Path:
     return ROOT

@@ -9,16 +9,9 @@ from pathlib import Path
 import build_backend
 import pytest
 
-from .conftest import ROOT
+from .conftest import ROOT, stub
 
 SETTING = "cmake.define.MTRAINING_CUDA"
-
-
-def stub(path: Path, script: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-    return path
 
 
 @pytest.fixture

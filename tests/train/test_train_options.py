@@ -64,6 +64,9 @@ def test_processes_follow_the_gpus(gpus: int, nproc: int, inner: int) -> None:
         (["--top-p", "nan"], 0, "TOP_P=nan"),
         (["--name", "../x"], 0, "NAME=../x: must be made of"),
         (["--resume", "--name", "absent"], 0, "RESUME=1: runs/absent/checkpoint holds no checkpoint"),
+        (["--resume=1", "--name", "absent"], 0, "RESUME=1: runs/absent/checkpoint holds no checkpoint"),
+        (["--resume=no"], 0, "RESUME=no: must be 0 or 1"),
+        (["--extra", "--title 'a"], 0, r"EXTRA=--title 'a: must be quoted as for a shell \(No closing quotation\)"),
     ],
 )
 def test_bad_values_are_one_line_that_names_them(
@@ -105,6 +108,33 @@ def test_printed_command_is_the_command(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert max(map(len, printed.splitlines())) < 120
 
 
+def test_extra_may_be_one_flag() -> None:
+    assert parse_options(["--extra=--some-flag"], gpus=0).extra == ("--some-flag",)
+
+
+def test_resume_0_does_not_resume() -> None:
+    assert not parse_options(["--resume=0"], gpus=0).resume
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        (None, "stopped before the first checkpoint (one every 50 steps): nothing to go on from"),
+        ("50", "stopped; RESUME=1 NAME=mtraining goes on from the checkpoint of step 50"),
+        ("80", "stopped after training; the checkpoint of step 80 is in runs/mtraining/checkpoint"),
+    ],
+)
+def test_what_can_be_done_after_ctrl_c(
+    saved: str | None, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = parse_options([], gpus=0)
+    if saved is not None:
+        options.checkpoint.mkdir(parents=True)
+        (options.checkpoint / "latest_checkpointed_iteration.txt").write_text(saved)
+    assert train.stopped(options) == message
+
+
 def test_an_earlier_run_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     options = parse_options([], gpus=0)
@@ -113,12 +143,3 @@ def test_an_earlier_run_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     train.make_run_folder(options)
     assert not (options.folder / "metrics.jsonl").exists()
     assert len(list(tmp_path.glob("runs/mtraining-*/metrics.jsonl"))) == 1
-
-
-def test_failure_shows_the_reason(tmp_path: Path) -> None:
-    log = tmp_path / "log.txt"
-    script = "import sys; print('line'); sys.exit('megatron_mtraining: error: --window-size: no')"
-    status = train.run_logged([train_options.sys.executable, "-c", script], {}, log, lambda: None)
-    assert status == 1
-    assert "--window-size: no" in train.explain_failure(log)
-    assert str(log) in train.explain_failure(log)

@@ -1,0 +1,135 @@
+"""A training command that dies with the job that started it, and the reason that is shown when it fails by itself."""
+
+import fcntl
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from logged_run import ERROR_LINES, explain_failure, run_logged, stop_on_signals
+
+from .conftest import ROOT
+
+DEADLINE_S = 60.0
+# Stands for torchrun: holds a lock while it lives, and ends by itself in the end should it be left over.
+CHILD = """
+import fcntl, time
+lock = open("child.lock", "w")
+fcntl.flock(lock, fcntl.LOCK_EX)
+print("ready", flush=True)
+time.sleep(90)
+"""
+JOB = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "examples")!r})
+import train, train_options
+train.prepare_data = lambda options: "data/text"
+train_options.training_command = lambda options, prefix: [sys.executable, "-c", {CHILD!r}]
+train.main()
+"""
+
+
+def wait_until(condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def is_free(lock: Path) -> bool:
+    with lock.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+LINUX_ONLY = pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [
+        (signal.SIGTERM, 128 + signal.SIGTERM),
+        (signal.SIGHUP, 128 + signal.SIGHUP),
+        (signal.SIGINT, 1),
+        pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=LINUX_ONLY),
+    ],
+)
+def test_training_ends_with_the_job(number: signal.Signals, status: int, tmp_path: Path) -> None:
+    log, lock = tmp_path / "runs" / "mtraining" / "log.txt", tmp_path / "child.lock"
+    job = subprocess.Popen([sys.executable, "-c", JOB], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    try:
+        assert wait_until(lambda: log.exists() and "ready" in log.read_text())
+        assert not is_free(lock)
+        job.send_signal(number)
+        _, errors = job.communicate(timeout=DEADLINE_S)
+        ended = time.monotonic()
+        assert job.returncode == status, errors
+        assert wait_until(lambda: is_free(lock))
+        assert time.monotonic() - ended < 10
+        assert (b"stopped before the first checkpoint" in errors) == (number is signal.SIGINT)
+    finally:
+        job.kill()
+        job.wait()
+
+
+def test_nohup_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        stop_on_signals()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) is not handlers[signal.SIGTERM]
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def torchrun(folder: Path, worker: str) -> str:
+    """How the job explains the failure of two workers that run `worker`."""
+    (folder / "worker.py").write_text(worker)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with pytest.raises(SystemExit) as failed:
+        run_logged([*command, str(folder / "worker.py")], {"OMP_NUM_THREADS": "1"}, folder / "log.txt", lambda: None)
+    return str(failed.value)
+
+
+def test_a_refusal_is_the_whole_explanation(tmp_path: Path) -> None:
+    """Not another run's that is in the same log, either."""
+    log = tmp_path / "log.txt"
+    log.write_text("megatron_mtraining: error: --tensor-model-parallel-size: of an earlier run\n")
+    refusal = "megatron_mtraining: error: --window-size: not with this attention"
+    message = torchrun(tmp_path, f"print('line\\n' * 40)\nraise SystemExit({refusal!r})")
+    assert message.splitlines() == [refusal, f"Training failed; the whole output is in {log}"]
+    assert "distributed/elastic" in log.read_text()
+
+
+def test_a_traceback_is_not_buried_by_the_report_of_torchrun(tmp_path: Path) -> None:
+    *shown, end = torchrun(tmp_path, "raise ValueError('the reason')").splitlines()
+    assert shown[-1] == "ValueError: the reason"
+    assert len(shown) <= ERROR_LINES
+    assert end == f"Training failed; the whole output is in {tmp_path / 'log.txt'}"
+
+
+@pytest.mark.parametrize(
+    "module", ["torch/distributed/elastic/multiprocessing/api.py:986", "torch.distributed.elastic.multiprocessing.api"]
+)
+def test_the_report_is_found_in_logs_of_any_version(module: str, tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    report = f"E1130 03:00:01.500000 4242 {module}] failed (exitcode: 1) local_rank: 0 (pid: 4243) of binary: python"
+    log.write_text("\n".join(["ValueError: the reason", report, *["after"] * 60]))
+    assert explain_failure(log).splitlines()[:-1] == ["ValueError: the reason"]
+
+
+def test_without_a_report_the_last_lines_are_shown(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    log.write_text("\n".join(f"line {number}" for number in range(60)))
+    shown = explain_failure(log).splitlines()
+    assert (shown[0], shown[-2]) == (f"line {60 - ERROR_LINES}", "line 59")
