@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from .documents import Documents
 from .estimate import column_capacity
 from .index import VerticalSlashIndex
 from .layout import Layout
-from .ring_op import Context, estimate, number_of, ring_attention
+from .ring_op import Context, estimate, number_of, release, ring_attention
 
 SINGLE = RingGroups()
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -104,6 +105,7 @@ def attention_on_groups(
     )
     words: tuple[Tensor, ...] = ()
     if index is not None:
+        index = index.keeping_diagonal()
         words = (index.slash_words, index.column_words)
         check_words(words, q, context)
     out, lse, *found_words = attend(q, k, v, words, number_of(context))
@@ -130,14 +132,19 @@ def make_context(
     Raises:
         ValueError: naming the argument, its value and what would be valid.
     """
+    if not isinstance(config, MTrainingConfig):
+        raise ValueError(f"config={config!r}: must be an MTrainingConfig")
+    inner_size = groups.inner_size(config.ring)
     layout = check_inputs(q, k, v, config, layout, groups.cp_size)
     documents = Documents.single(layout.seq_len) if documents is None else documents
     if documents.seq_len != layout.seq_len:
         raise ValueError(f"documents are for {documents.seq_len} tokens: the sequence has {layout.seq_len}")
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    if not 0 < scale < float("inf"):
+        raise ValueError(f"softmax_scale={softmax_scale}: must be a positive number")
     if capacity is None:
         capacity = column_capacity(documents, config)
-    return Context(config, layout, documents, groups, scale, groups.inner_size(config.ring), capacity)
+    return Context(config, layout, documents, groups, scale, inner_size, capacity)
 
 
 def attend(
@@ -183,6 +190,7 @@ class MTrainingAttention(torch.nn.Module):
             local, local, local, config, groups, layout=layout, softmax_scale=softmax_scale, documents=documents
         )
         self._number = number_of(self.context, forever=True)
+        weakref.finalize(self, release, self._number)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """``[batch, local_seq, heads, head_dim]`` in and out, as in :func:`mtraining_attention`."""
@@ -204,7 +212,8 @@ def estimate_index(
     Returns:
         The index of the whole sequence; the same bits on every rank, for every number of ranks and layout.
     """
-    config, groups = config or MTrainingConfig(), RingGroups(cp_group)
+    # No ring runs here, so none needs to be possible.
+    config, groups = replace(config or MTrainingConfig(), ring="flat"), RingGroups(cp_group)
     context = make_context(q, k, k, config, groups, layout=layout, softmax_scale=softmax_scale, documents=documents)
     q, k = (pad_to_blocks(x.detach()) for x in (q, k))
     slash_words, column_words = estimate(q, k, number_of(context))
@@ -226,8 +235,10 @@ def check_inputs(
         ValueError: naming the argument, its value and the valid ones.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}: must be [batch, local_seq, heads, head_dim]")
+        if x.dim() != 4 or 0 in x.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}: must be [batch, local_seq, heads, head_dim], none of them 0"
+            )
         if x.dtype not in DTYPES or x.dtype != q.dtype or x.device != q.device:
             raise ValueError(
                 f"{name} is {x.dtype} on {x.device}: must be bf16, fp16, fp32 or fp64, as q ({q.dtype} on {q.device})"

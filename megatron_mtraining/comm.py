@@ -102,16 +102,19 @@ class RingGroups:
         """Ranks of an inner ring for ``MTrainingConfig.ring``; ``cp_size`` for a flat ring.
 
         Raises:
-            ValueError: if "hierarchical" is asked for without groups, or the groups do not split the CP group into
-                adjacent ranks (inner) and strided ranks (outer).
+            ValueError: if groups are missing for what is given or asked for, this process is not in one of them, or they do
+                not split the CP group into adjacent ranks (inner) and strided ranks (outer).
         """
-        if self.cp is None or ring == "flat":
-            return self.cp_size
         if (self.inner is None) != (self.outer is None):
             raise ValueError("inner_group and outer_group: give both or neither")
-        if self.inner is None or self.outer is None:
-            if ring == "hierarchical":
-                raise ValueError("ring='hierarchical' needs inner_group and outer_group")
+        if self.inner is not None and self.cp is None:
+            raise ValueError("inner_group and outer_group without cp_group: give the group of all their ranks too")
+        for name, group in (("cp_group", self.cp), ("inner_group", self.inner), ("outer_group", self.outer)):
+            if group is not None and dist.get_rank(group) < 0:
+                raise ValueError(f"{name}: this process (global rank {dist.get_rank()}) does not belong to it")
+        if ring == "hierarchical" and self.inner is None:
+            raise ValueError("ring='hierarchical' needs cp_group, inner_group and outer_group")
+        if self.inner is None or self.outer is None or ring == "flat":
             return self.cp_size
         self._check_split(self.inner, self.outer)
         return dist.get_world_size(self.inner)

@@ -27,6 +27,19 @@ class Documents:
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        ends = (*self.starts[1:], self.num_blocks)
+        fits = len(self.starts) == len(self.lengths) > 0 and self.starts[0] == 0
+        if not fits or any(a >= b for a, b in zip(self.starts, ends, strict=True)):
+            raise ValueError(
+                f"documents start at blocks {self.starts} of {self.num_blocks} with lengths {self.lengths}: starts must ascend "
+                f"from 0, one for each length"
+            )
+        for start, end, length in zip(self.starts, ends, self.lengths, strict=True):
+            room = min(end * BLOCK, self.seq_len) - start * BLOCK
+            if not 1 <= length <= room:
+                raise ValueError(f"a document of {length} tokens at block {start}: must be from 1 to {room}")
+
     @classmethod
     def single(cls, seq_len: int) -> Documents:
         """One document that fills the sequence."""

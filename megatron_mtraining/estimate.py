@@ -87,8 +87,8 @@ def index_tables(
         slash_tie=slash_tie.to(device),
         column_segment=column_segment.to(device),
         column_tie=column_tie.to(device),
-        forced_slash=pack_bits(distance < config.local_blocks).to(device),
-        forced_columns=pack_bits(offset < config.sink_tokens).to(device),
+        forced_slash=pack_bits(distance < min(config.local_blocks, documents.num_blocks)).to(device),
+        forced_columns=pack_bits(offset < min(config.sink_tokens, documents.seq_len)).to(device),
     )
 
 

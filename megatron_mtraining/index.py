@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from .bitmap import count_bits, pack_bits, unpack_bits
+from .bitmap import WORD, count_bits, pack_bits, unpack_bits
 from .config import BLOCK
 from .documents import Documents
 
@@ -23,15 +23,35 @@ class VerticalSlashIndex:
 
     Attributes:
         slash_words: int64 ``[batch, heads, ceil(n / 64)]``; bit ``doc_start + d``: distance ``d`` of that document.
+            Distance 0 must be kept everywhere (the attention functions keep it in any case).
         column_words: int64 ``[batch, heads, n]``; bit ``c`` of word ``j``: key position ``64 * j + c``.
         documents: the documents of the sequence; ``n`` is its number of blocks.
-        column_capacity: an upper bound, known on the host, of the kept columns of any head.
+        column_capacity: an upper bound, known on the host, of the kept columns of any head; columns over it are lost.
+
+    Raises:
+        ValueError: for words of another dtype or shape.
     """
 
     slash_words: Tensor
     column_words: Tensor
     documents: Documents
     column_capacity: int
+
+    def __post_init__(self) -> None:
+        blocks = self.documents.num_blocks
+        for name, words, length in (
+            ("slash", self.slash_words, -(-blocks // WORD)),
+            ("column", self.column_words, blocks),
+        ):
+            if words.dtype != torch.int64 or words.dim() != 3 or words.shape[-1] != length:
+                raise ValueError(
+                    f"{name}_words are {words.dtype} of shape {tuple(words.shape)}: must be int64 [batch, heads, {length}]"
+                )
+        if self.slash_words.shape[:2] != self.column_words.shape[:2]:
+            raise ValueError(
+                f"slash_words and column_words are for {tuple(self.slash_words.shape[:2])} and "
+                f"{tuple(self.column_words.shape[:2])} samples and heads: must be equal"
+            )
 
     @classmethod
     def from_lines(
@@ -53,6 +73,10 @@ class VerticalSlashIndex:
         """
         documents = documents or Documents.single(seq_len)
         blocks = documents.num_blocks
+        if documents.seq_len != seq_len:
+            raise ValueError(f"documents are for {documents.seq_len} tokens: the sequence has {seq_len}")
+        if not slash or not slash[0]:
+            raise ValueError("slash and vertical must name at least one sample and one head")
         if [len(heads) for heads in slash] != [len(heads) for heads in vertical] or len({len(h) for h in slash}) > 1:
             raise ValueError("slash and vertical must be nested lists [batch][head] of the same shape")
         slash_bits = torch.zeros(len(slash), len(slash[0]), blocks, dtype=torch.bool)
@@ -84,6 +108,11 @@ class VerticalSlashIndex:
         columns = torch.zeros(1, 1, 1, dtype=torch.int64, device=device)
         slash = row.expand(batch, heads, -1).contiguous()
         return cls(slash, columns.expand(batch, heads, blocks).contiguous(), documents, 0)
+
+    def keeping_diagonal(self) -> VerticalSlashIndex:
+        """The same index with distance 0 kept in every document."""
+        words = self.slash_words | diagonal_words(self.documents, self.slash_words.device)
+        return replace(self, slash_words=words)
 
     @property
     def seq_len(self) -> int:
@@ -144,3 +173,9 @@ def document_table(documents: Documents, name: str, device: torch.device | str) 
     """A table of ``documents`` (``doc_id``, ``doc_start`` or ``doc_end``, int32 ``[n]``) on a device; copied there once."""
     table: Tensor = getattr(documents, name)
     return table.to(device)
+
+
+@lru_cache(maxsize=64)
+def diagonal_words(documents: Documents, device: torch.device | str) -> Tensor:
+    """int64 ``[ceil(n / 64)]``: the slash words of distance 0 alone, on a device; copied there once."""
+    return pack_bits(documents.doc_start == torch.arange(documents.num_blocks)).to(device)

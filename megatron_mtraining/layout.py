@@ -35,9 +35,14 @@ class Layout:
     cp_size: int
     stripe_size: int
     block_position: Tensor = field(repr=False, compare=False)
+    _table_hash: int = field(init=False, repr=False)
     _on_device: dict[tuple[str, torch.device], Tensor] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+
+    def __post_init__(self) -> None:
+        # Layouts are keys of caches; a tensor cannot be compared there, but its contents must be.
+        object.__setattr__(self, "_table_hash", hash(tuple(self.block_position.flatten().tolist())))
 
     @classmethod
     def striped(cls, seq_len: int, cp_size: int, stripe_size: int = BLOCK) -> Layout:

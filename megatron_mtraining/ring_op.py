@@ -84,6 +84,11 @@ def number_of(context: Context, forever: bool = False) -> int:
     return _numbers[context]
 
 
+def release(number: int) -> None:
+    """Forgets a context that was kept forever."""
+    _contexts.pop(number, None)
+
+
 def forget_contexts() -> None:
     """Forgets all contexts, and with them the process groups they hold; for when groups are destroyed."""
     _numbers.clear()

@@ -65,6 +65,7 @@ def run_virtual(
             softmax_scale=context.scale,
             check_same=True,
         )
+    index = index.keeping_diagonal()
     check_words((index.slash_words, index.column_words), q, context)
     mailbox: dict[Any, Any] = {}
     ops = operators(config.kernel, q)

@@ -195,10 +195,15 @@ def wrong_groups_are_refused() -> None:
     options = {"layout": layout, "cp_group": dist.group.WORLD, "config": SPARSE}
     wrong = [
         ({"inner_group": inner}, "give both or neither"),
-        ({"config": MTrainingConfig(ring="hierarchical")}, "needs inner_group and outer_group"),
+        ({"inner_group": inner, "outer_group": outer, "cp_group": None, "layout": None}, "without cp_group"),
+        ({"cp_group": None, "layout": None, "config": MTrainingConfig(ring="hierarchical")}, "needs cp_group"),
+        ({"config": MTrainingConfig(ring="hierarchical")}, "needs cp_group, inner_group and outer_group"),
     ]
     if world > 2 and inner_ranks != outer_ranks:
         wrong.append(({"inner_group": outer, "outer_group": inner}, "must have"))
+    half = dist.new_group(list(range(world // 2)))
+    if rank >= world // 2:
+        wrong.append(({"cp_group": half}, f"global rank {rank}"))
     for extra, message in wrong:
         try:
             mtraining_attention(q, k, v, **{**options, **extra})

@@ -151,3 +151,36 @@ def test_imbalance_degrees() -> None:
     dense = VerticalSlashIndex.dense(1, 1, Documents.single(8192))
     striped, zigzag = work_table(dense, Layout.striped(8192, 4)), work_table(dense, Layout.contiguous(8192, 4))
     assert imbalance_worker(striped) < 1.03 < 1.7 < imbalance_worker(zigzag)
+
+
+def test_documents_are_checked_when_made_directly() -> None:
+    for starts, lengths in (((0, 2), (200, 128)), ((0, 2), (100,)), ((1,), (100,)), ((0, 0), (10, 10)), ((), ())):
+        with pytest.raises(ValueError, match="document"):
+            Documents(256, starts, lengths)
+
+
+def test_index_is_checked_when_made_directly() -> None:
+    documents = Documents.single(256)
+    words, columns = torch.zeros(1, 2, 1, dtype=torch.int64), torch.zeros(1, 2, 4, dtype=torch.int64)
+    for slash, column, message in (
+        (words.int(), columns, "slash_words are torch.int32"),
+        (words, columns[..., :3], "column_words are"),
+        (words[:, :1], columns, "must be equal"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            VerticalSlashIndex(slash, column, documents, 0)
+    kept = VerticalSlashIndex(words, columns, documents, 0).keeping_diagonal()
+    assert kept.slash_bits()[..., 0].all() and int(kept.slash_bits().sum()) == 2
+    for slash, vertical in (([], []), ([[]], [[]])):
+        with pytest.raises(ValueError, match="at least one"):
+            VerticalSlashIndex.from_lines(slash, vertical, seq_len=256)
+    with pytest.raises(ValueError, match="documents are for 256"):
+        VerticalSlashIndex.from_lines([[[0]]], [[[0]]], seq_len=512, documents=documents)
+
+
+def test_pair_counts_of_documents() -> None:
+    documents = Documents.from_cu_seqlens([0, 300, 700], 1024, [0, 320, 1024])
+    index = random_index(1024, 3, documents=documents)
+    blocks, columns = pair_counts(index, Layout.striped(1024, 4))
+    assert int(blocks.sum()) == int(index.block_pairs().sum())
+    assert int(columns.sum()) == int(index.column_pairs().sum())

@@ -50,7 +50,8 @@ def test_module_is_the_function() -> None:
 
 
 def test_opcheck_of_the_ring() -> None:
-    number = MTrainingAttention(128, 64, config=CONFIG)._number
+    module = MTrainingAttention(128, 64, config=CONFIG)  # its context lives as long as it does
+    number = module._number
     ops = torch.ops.megatron_mtraining
     q = torch.randn(1, 128, 2, 64, requires_grad=True)
     k = torch.randn(1, 128, 1, 64, requires_grad=True)

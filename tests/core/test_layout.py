@@ -91,3 +91,9 @@ def test_refusals() -> None:
 def test_config_names_the_layout() -> None:
     assert Layout.from_config(MTrainingConfig(stripe_size=128), 1024, 2) == Layout.striped(1024, 2, 128)
     assert Layout.from_config(MTrainingConfig(layout="zigzag"), 1024, 2) == Layout.zigzag(1024, 2)
+
+
+def test_layouts_with_other_tables_are_not_equal() -> None:
+    table = Layout.striped(512, 2).block_position
+    one, two = Layout("own", 512, 2, 64, table), Layout("own", 512, 2, 64, table.flip(0))
+    assert one != two and one == Layout("own", 512, 2, 64, table.clone())

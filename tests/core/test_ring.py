@@ -290,6 +290,10 @@ def test_refusals() -> None:
         ((q, k, v), {"index": random_index(512, 4)}, "documents are for 512"),
         ((q, k, v), {"documents": Documents.single(128)}, "documents are for 128"),
         ((q.int(), k, v), {}, "q is torch.int32"),
+        ((q[:0], k[:0], v[:0]), {}, "none of them 0"),
+        ((q, k, v), {"config": {"top_p": 0.5}}, "must be an MTrainingConfig"),
+        ((q, k, v), {"softmax_scale": -1.0}, "softmax_scale=-1.0"),
+        ((q, k, v), {"softmax_scale": float("nan")}, "softmax_scale=nan"),
     ]
     for inputs, options, message in cases:
         with pytest.raises(ValueError, match=message):
