@@ -13,7 +13,8 @@ from types import FrameType
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # of kill, and of a terminal that is closed
 PR_SET_PDEATHSIG = 1  # of Linux's <sys/prctl.h>
 ERROR_LINES = 25
-REFUSED = "megatron_mtraining: error:"  # how the launcher begins its one line about what cannot be run
+# How the launcher begins its one line about what cannot be run, and the script the one about an option it does not know.
+REFUSED = re.compile(r"^(megatron_mtraining|\S+\.py): error: ")
 # Where torchrun begins its own report of a failed worker; its log names its modules by path or with dots.
 REPORT = re.compile(r"torch[./]distributed[./]elastic[./]multiprocessing[./]api|ChildFailedError")
 
@@ -84,11 +85,11 @@ def _stop_with_parent() -> Callable[[], None] | None:
 def explain_failure(log: Path, start: int = 0) -> str:
     """What went wrong in a run whose output begins at byte `start` of `log`, and where the rest is.
 
-    The launcher's own refusal where there is one; otherwise the lines before torchrun's report of the failed worker.
+    The one line of a refused option where there is one; otherwise the lines before torchrun's report of the failed worker.
     """
     text = log.read_bytes()[start:].decode(errors="replace")
     lines = [line for line in text.splitlines() if line.strip()]
-    reasons = [line for line in lines if REFUSED in line][:1]  # every worker says the same
+    reasons = [line for line in lines if REFUSED.search(line)][:1]  # every worker says the same
     if not reasons:
         last = next((number for number, line in enumerate(lines) if REPORT.search(line)), len(lines))
         reasons = lines[max(0, last - ERROR_LINES) : last]

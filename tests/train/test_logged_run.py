@@ -121,11 +121,17 @@ def failure(command: list[str], log: Path) -> list[str]:
     return str(failed.value).splitlines()
 
 
-def test_a_refusal_is_the_whole_explanation(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        "megatron_mtraining: error: --window-size: not with this attention",
+        "pretrain_gpt.py: error: unrecognized arguments: --some-flag",
+    ],
+)
+def test_a_refusal_is_the_whole_explanation(refusal: str, tmp_path: Path) -> None:
     """Of this run, not of an earlier one in the same log; once, though every worker says it; wherever it is."""
     log = tmp_path / "log.txt"
     log.write_text("megatron_mtraining: error: --tensor-model-parallel-size: of an earlier run\n")
-    refusal = "megatron_mtraining: error: --window-size: not with this attention"
     worker = f"print('before\\n' * 40, {refusal!r}, {refusal!r}, 'after\\n' * 40, sep='\\n'); raise SystemExit(1)"
     assert failure(["-c", worker], log) == [refusal, f"Training failed; the whole output is in {log}"]
 
