@@ -111,10 +111,19 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
     return tuple(BlendedMegatronDatasetBuilder(dataset, num_samples, is_built, config).build())
 
 
+def refuse_packing(args: Any) -> None:
+    """Stops at the options that pack documents: batches here have no cumulative lengths, so they would do nothing."""
+    for name in ("sft", "dataloader_inter_document_masking"):
+        if getattr(args, name, False):
+            option = "--" + name.replace("_", "-")
+            raise SystemExit(f"pretrain_gpt: error: {option}: this script trains on unpacked samples; drop {option}")
+
+
 def main() -> None:
     """Parse Megatron's command line and train."""
     datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # Megatron then builds on every rank
     args = parse_and_validate_args()
+    refuse_packing(args)
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     pretrain(config, datasets_provider, ModelType.encoder_or_decoder, forward_step)
 

@@ -20,20 +20,23 @@ USAGE = "usage: python -m megatron_mtraining.launch [-m module | script.py] [arg
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Installs the hooks and runs the script.
+    """Installs the hooks and runs the script; ``--help`` in its place prints the usage.
 
     Args:
         argv: the script (or ``-m`` and a module) and its arguments; the command line's if left out.
 
     Raises:
-        SystemExit: with one line, for a missing script or anything that the plugin refuses; else whatever the script
-            raises.
+        SystemExit: with one line, for a script that is not named or not there, and for anything that the plugin
+            refuses; else whatever the script raises.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     as_module = arguments[:1] == ["-m"]
     if as_module:
         del arguments[0]
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(USAGE)
+        return
+    if not arguments:
         raise SystemExit(USAGE)
     target = arguments[0]
     if not as_module and not os.path.isfile(target):

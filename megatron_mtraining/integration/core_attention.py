@@ -80,6 +80,7 @@ class MTrainingCoreAttention(MegatronModule):
         if k_channels != v_channels:
             raise RefusedError(f"k_channels {k_channels}, v_channels {v_channels}: head dimensions must be equal")
         self.layer_number = max(1, layer_number)
+        self.record_number = self.layer_number  # the check of the built model renumbers MTP layers
         self.attn_mask_type = attn_mask_type
         self.attention_type = attention_type
         self.softmax_scale = softmax_scale
@@ -104,7 +105,8 @@ class MTrainingCoreAttention(MegatronModule):
             query: ``[local_seq, batch, heads, head_dim]``; packed sequences: ``[tokens, heads, head_dim]``.
             key: ``[local_seq, batch, kv_heads, head_dim]``, or without batch.
             value: like ``key``; any strides.
-            attention_mask: not read, as the mask type defines the mask (as in Transformer Engine).
+            attention_mask: must be None: the mask type defines the mask. Static-batch inference, whose mask Megatron
+                makes causal, does not read it.
             attn_mask_type: that of the call; causal. Static-batch inference passes ``no_mask`` past the prompt.
             attention_bias: must be None.
             packed_seq_params: documents of a packed sequence, on one context-parallel rank.
@@ -134,6 +136,11 @@ class MTrainingCoreAttention(MegatronModule):
         _check_mask_type(
             self.attn_mask_type if attn_mask_type is None else attn_mask_type, packed_seq_params is not None
         )
+        if attention_mask is not None:
+            raise RefusedError(
+                f"attention_mask of shape {tuple(attention_mask.shape)}: padding and arbitrary masks are not supported; "
+                "use None, which is causal (--no-create-attention-mask-in-dataloader)"
+            )
         if packed_seq_params is not None:
             return self._packed(query, key, value, packed_seq_params, cp_group)
         if cp_group is None:
@@ -178,7 +185,7 @@ class MTrainingCoreAttention(MegatronModule):
             documents=documents,
         )
         if recorder is not None and self.training:
-            recorder.record(self.layer_number, aux.index, aux.layout, aux.inner_size)
+            recorder.record(self.record_number, aux.index, aux.layout, aux.inner_size)
         return out.transpose(0, 1).flatten(2)
 
     def _packed(
@@ -197,10 +204,7 @@ class MTrainingCoreAttention(MegatronModule):
             raise RefusedError("packed_seq_params: packed sequences are not built over several context-parallel ranks")
         if packed.qkv_format != "thd":
             raise RefusedError(f"packed_seq_params.qkv_format {packed.qkv_format}: use thd")
-        padded = packed.cu_seqlens_q_padded
-        documents = Documents.from_cu_seqlens(
-            packed.cu_seqlens_q.tolist(), query.shape[0], None if padded is None else padded.tolist()
-        )
+        documents = _documents(packed, query.shape[0])
         layout = Layout.contiguous(query.shape[0], 1)
         q, k, v = (x.unsqueeze(1) if x.dim() == 3 else x for x in (query, key, value))
         out = self._attend(q, k, v, layout, None, documents)
@@ -230,6 +234,17 @@ class MTrainingCoreAttention(MegatronModule):
         """Drops the extra state that Transformer Engine saves for a core attention; there is nothing to load."""
         state_dict.pop(f"{prefix}_extra_state", None)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _documents(packed: PackedSeqParams, num_tokens: int) -> Documents:
+    """The documents that Megatron's cumulative lengths describe."""
+    padded = packed.cu_seqlens_q_padded
+    try:
+        return Documents.from_cu_seqlens(
+            packed.cu_seqlens_q.tolist(), num_tokens, None if padded is None else padded.tolist()
+        )
+    except ValueError as error:
+        raise RefusedError(f"packed_seq_params: {error}") from error
 
 
 def _check_mask_type(mask_type: AttnMaskType, packed: bool = False) -> None:

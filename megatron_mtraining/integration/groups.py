@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_mtraining import ring_op
 from megatron_mtraining.comm import RingGroups
 
 from .errors import RefusedError
@@ -225,7 +226,10 @@ def ring_groups(cp_group: dist.ProcessGroup | None) -> RingGroups:
 
 
 def destroy_ring_groups() -> None:
-    """Destroys the groups made here and forgets all of them; called before Megatron destroys its own."""
+    """Destroys the groups made here and forgets all of them, and what attention remembers of its calls over them; called
+    before Megatron destroys its own.
+    """
+    ring_op.forget_contexts()
     for group in _registry.made:
         if dist.is_initialized():
             dist.destroy_process_group(group)

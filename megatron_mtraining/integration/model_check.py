@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
 from . import runtime
 from .core_attention import MTrainingCoreAttention
 from .errors import RefusedError
+
+LANGUAGE_MODELS = (GPTModel, HybridModel)
+"""Models all of whose self-attention must be causal."""
 
 VISION_MODELS = frozenset({"LLaVAModel", "MimoModel"})
 """Models around a language model that slice its inputs in zigzag themselves."""
@@ -26,18 +33,22 @@ class AttentionCensus:
         swapped: names of the layers that have MTraining attention.
         skipped: causal self-attention that still has another core, with the class of that core.
         cross: cross attention.
-        other: self-attention with another mask (a vision tower, say), which is left alone.
+        not_causal: self-attention with another mask within a GPT or hybrid model.
+        other: self-attention with another mask elsewhere (a vision tower, say), which is left alone.
     """
 
     swapped: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     cross: list[str] = field(default_factory=list)
+    not_causal: list[str] = field(default_factory=list)
     other: list[str] = field(default_factory=list)
 
 
 def count_attention(models: Iterable[torch.nn.Module]) -> AttentionCensus:
     """Counts the attention layers of the model chunks of this rank."""
     census = AttentionCensus()
+    models = list(models)
+    inside = {layer for model in _modules(models, LANGUAGE_MODELS) for layer in _modules([model], Attention)}
     for name, layer in _attention_layers(models):
         core = type(layer.core_attention).__name__
         if isinstance(layer.core_attention, MTrainingCoreAttention):
@@ -47,8 +58,14 @@ def count_attention(models: Iterable[torch.nn.Module]) -> AttentionCensus:
         elif layer.attn_mask_type in (AttnMaskType.causal, AttnMaskType.causal_bottom_right):
             census.skipped.append(f"{name} ({core})")
         else:
-            census.other.append(f"{name} ({layer.attn_mask_type.name}, {core})")
+            others = census.not_causal if layer in inside else census.other
+            others.append(f"{name} ({layer.attn_mask_type.name}, {core})")
     return census
+
+
+def _modules(models: Iterable[torch.nn.Module], kind: Any) -> Iterator[Any]:
+    """The modules of a class (or several) within models, which may be such modules themselves."""
+    return (module for model in models for module in model.modules() if isinstance(module, kind))
 
 
 def _attention_layers(models: Iterable[torch.nn.Module]) -> Iterator[tuple[str, Attention]]:
@@ -59,9 +76,11 @@ def _attention_layers(models: Iterable[torch.nn.Module]) -> Iterator[tuple[str, 
 
 
 def check_model(models: Iterable[torch.nn.Module]) -> AttentionCensus:
-    """Refuses a model in which a causal self-attention layer of this rank does not have MTraining attention.
+    """Refuses a model in which a causal self-attention layer of this rank does not have MTraining attention, and a GPT
+    or hybrid model with self-attention that is not causal.
 
-    Also notes what the model needs dealt in the native layout, which core attention asserts.
+    Also notes what the model needs dealt in the native layout, which core attention asserts, and numbers the layers of
+    multi-token prediction for the metrics.
 
     Args:
         models: the model chunks of this rank.
@@ -81,10 +100,27 @@ def check_model(models: Iterable[torch.nn.Module]) -> AttentionCensus:
             f"only {len(census.swapped)} of {found} causal self-attention layers on this rank have MTraining "
             f"attention; skipped: {_list(census.skipped)}"
         )
-    if census.other and not census.swapped:
-        raise RefusedError(f"no causal self-attention layer in the model; it has {_list(census.other)}")
+    if (census.not_causal or census.other) and not census.swapped:
+        raise RefusedError(
+            f"no causal self-attention layer in the model; it has {_list(census.not_causal + census.other)}"
+        )
+    if census.not_causal:
+        raise RefusedError(
+            "self-attention that is not causal is not supported with --attention-backend mtraining: "
+            f"{_list(census.not_causal)}"
+        )
     _note_expectations(models)
+    _number_mtp_layers(models)
     return census
+
+
+def _number_mtp_layers(models: list[torch.nn.Module]) -> None:
+    """Lets the layers of multi-token prediction, which Megatron numbers from 1 again, be recorded after the decoder's."""
+    for depth in _modules(models, MultiTokenPredictionLayer):
+        cores = list(_modules([depth], MTrainingCoreAttention))
+        first = depth.config.num_layers + (depth.layer_number - 1) * len(cores) + 1
+        for number, core in enumerate(cores, first):
+            core.record_number = number
 
 
 def _note_expectations(models: list[torch.nn.Module]) -> None:

@@ -13,6 +13,12 @@ from typing import Any
 
 from .errors import RefusedError
 
+PACKING = (
+    "packed_seq_params of your own (on one context-parallel rank), with documents padded to multiples of 64 tokens and "
+    "cu_seqlens_q_padded"
+)
+"""What keeps documents apart instead of Megatron's own options for it."""
+
 NVTE_VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
@@ -80,7 +86,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "--reset-attention-mask",
         _is_set,
         "the mask between documents would be ignored",
-        "packed sequences (--dataloader-inter-document-masking)",
+        PACKING,
     ),
     Refusal(
         "position_embedding_type",
@@ -190,9 +196,9 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "dataloader_inter_document_masking",
         "--dataloader-inter-document-masking",
-        _packed_over_cp,
-        "packed sequences are not built over several context-parallel ranks",
-        "--context-parallel-size 1",
+        _is_set,
+        "Megatron's data set begins documents at any token, and attention needs multiples of 64",
+        PACKING,
     ),
 )
 

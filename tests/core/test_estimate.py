@@ -214,3 +214,35 @@ def test_a_diverged_model_stops_nothing() -> None:
 def test_share_is_compared_exactly() -> None:
     # Ten equal blocks: six of them hold exactly 0.6 of the mass, seven are not needed.
     assert by_sorting([1] * 6 + [0] * 4, list(range(10)), Fraction(6, 10), None) == set(range(6))
+
+
+@pytest.mark.parametrize("seq_len", [256, 4096, 65536])
+def test_an_estimated_full_budget_is_every_block(seq_len: int) -> None:  # D5
+    q, k, _ = random_qkv(seq_len, 1, 1, dim=16, dtype=torch.bfloat16)
+    n = seq_len // 64
+    for config in (MTrainingConfig(top_p=1), MTrainingConfig(top_p=1, max_slash=n, max_vertical=seq_len)):
+        assert int(estimate_index(q, k, config=config).block_pairs()) == n * (n + 1) // 2
+
+
+def test_a_short_sequence_after_a_long_one() -> None:  # D4
+    results = []
+    for seq_len in (256, 4096, 256):
+        generator = torch.Generator().manual_seed(seq_len)
+        q, k = (torch.randn(1, seq_len, h, 64, generator=generator) for h in (2, 1))
+        results.append(estimate_index(q, k))
+    assert torch.equal(results[0].column_words, results[2].column_words)
+    assert torch.equal(results[0].slash_words, results[2].slash_words)
+
+
+def test_when_everything_ties_all_ranks_agree() -> None:  # E1
+    q, k = torch.ones(1, 1024, 2, 64), torch.ones(1, 1024, 1, 64)
+    config = MTrainingConfig(top_p=0.5, max_vertical=100, max_slash=3)
+    first = estimate_index(q, k, config=config)
+    # Ties at the cap: smaller distances (the diagonal, with half a block's mass, is forced), later positions.
+    assert first.slash_bits()[0, 1].nonzero().flatten().tolist() == [0, 1, 2, 3]
+    assert first.column_bits()[0, 0].nonzero().flatten().tolist() == list(range(860, 960))
+    for cp_size in (2, 4):
+        for layout in (Layout.striped(1024, cp_size), Layout.zigzag(1024, cp_size)):
+            index = estimate_virtual(q, k, layout=layout, config=config, check_same=True)
+            assert torch.equal(index.column_words, first.column_words)
+            assert torch.equal(index.slash_words, first.slash_words)

@@ -153,8 +153,9 @@ def test_static_batch_inference_is_dense(plugin, query_len):
     q, k, v = qkv()
     module = core().eval()
     mask_type = AttnMaskType.no_mask if query_len < 256 else AttnMaskType.causal
+    mask = torch.ones(256, 256, dtype=torch.bool).triu(1)[None, None, -query_len:]  # as Megatron's inference makes it
     with InferenceMode.active():
-        out = module(q[-query_len:], k, v, None, attn_mask_type=mask_type)
+        out = module(q[-query_len:], k, v, mask, attn_mask_type=mask_type)
     dense = torch.nn.functional.scaled_dot_product_attention(
         *(x.permute(1, 2, 0, 3) for x in (q, k, v)), is_causal=True, enable_gqa=True
     )
@@ -186,6 +187,17 @@ def test_packed_documents_do_not_see_each_other(plugin):
 
 
 @pytest.mark.usefixtures("one_rank")
+def test_documents_off_the_blocks_are_refused(plugin):
+    """As a RefusedError, of which the launcher makes one line."""
+    plugin()
+    q, k, v = (x.detach()[:, 0] for x in qkv(seq=320))
+    lengths = torch.tensor([0, 100, 320], dtype=torch.int32)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=lengths, cu_seqlens_kv=lengths)
+    with pytest.raises(RefusedError, match="^packed_seq_params: .*begins at token 100, .*no multiple of 64.*padded$"):
+        core()(q, k, v, None, attn_mask_type=AttnMaskType.padding_causal, packed_seq_params=packed)
+
+
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -206,6 +218,16 @@ def test_calls_that_are_not_supported_are_refused(plugin, changes, expected):
 
 
 @pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("training", [True, False])
+def test_a_mask_is_refused_in_training_and_evaluation(plugin, training):
+    """Even a causal one: padding could hide in it, and it is not read."""
+    plugin()
+    mask = torch.ones(256, 256, dtype=torch.bool).triu(1)[None, None]
+    with pytest.raises(RefusedError, match=r"^attention_mask of shape \(1, 1, 256, 256\): .*use None"):
+        core().train(training)(*qkv(), mask)
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_dynamic_batching_is_refused(plugin):
     plugin()
     attention = SelfAttention.__new__(SelfAttention)
@@ -221,7 +243,7 @@ def test_the_recorder_gets_each_layers_index_in_training(plugin):
     state.recorder = Recorder()
     q, k, v = qkv()
     module = core()
-    module.layer_number = 7
+    module.record_number = 7
     module.eval()(q, k, v, None)
     assert not state.recorder.indices
     module.train()(q, k, v, None)

@@ -104,6 +104,12 @@ def test_a_missing_script_is_one_line(words, expected):
     assert "Traceback" not in done.stderr
 
 
+def test_help_is_the_usage_and_no_error():
+    done = launch("--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: python -m megatron_mtraining.launch")
+
+
 def test_importing_the_integration_does_not_import_megatron():
     code = "import sys, megatron_mtraining.integration, megatron_mtraining.launch; print('megatron' in sys.modules)"
     path = os.pathsep.join([str(ROOT), *sys.path[1:]])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -37,7 +39,7 @@ COMMAND_LINES = {
     "hybrid_context_parallel": ("--hybrid-context-parallel", "--hybrid-context-parallel True"),
     "sft": ("--sft --context-parallel-size 2", "--sft True"),
     "dataloader_inter_document_masking": (
-        "--dataloader-inter-document-masking --context-parallel-size 2",
+        "--dataloader-inter-document-masking",
         "--dataloader-inter-document-masking True",
     ),
 }
@@ -63,6 +65,24 @@ def test_refused_on_the_command_line(parse, name):
     ) as e:
         parse("--attention-backend", "mtraining", *options.split())
     assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("name", ["reset_attention_mask", "dataloader_inter_document_masking"])
+def test_what_is_recommended_for_documents_is_not_refused_itself(parse, name):
+    """Megatron's own data set begins documents at any token."""
+    with pytest.raises(
+        RefusedError, match=r"; use packed_seq_params .*multiples of 64 tokens and cu_seqlens_q_padded$"
+    ):
+        parse("--attention-backend", "mtraining", *COMMAND_LINES[name][0].split())
+
+
+@pytest.mark.parametrize("option", ["sft", "dataloader_inter_document_masking"])
+def test_the_example_does_not_ignore_packing(monkeypatch, option):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    example = importlib.import_module("pretrain_gpt")
+    monkeypatch.setattr(example, "parse_and_validate_args", lambda: SimpleNamespace(**{option: True}))
+    with pytest.raises(SystemExit, match=f"--{option.replace('_', '-')}: this script trains on unpacked samples"):
+        example.main()
 
 
 @pytest.mark.parametrize("name", ["window_size", "softmax_type", "attention_dropout", "reset_attention_mask"])

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch.distributed as dist
 
+from megatron_mtraining.comm import RingGroups
+from megatron_mtraining.config import MTrainingConfig
+from megatron_mtraining.documents import Documents
 from megatron_mtraining.integration import RefusedError, groups
 from megatron_mtraining.integration.groups import plan_rings
+from megatron_mtraining.layout import Layout
+from megatron_mtraining.ring_op import Context, number_of
 
 from .ranks import run_ranks
 
@@ -57,6 +65,27 @@ def test_an_inner_ring_may_cross_hosts_if_asked_to():
 
 def test_a_group_without_rings_is_an_error():
     assert groups.ring_groups(None).cp is None
+
+
+class _Group:
+    """Stands in for a process group."""
+
+
+def test_attention_does_not_hold_groups_that_were_destroyed():
+    group = _Group()
+    held = weakref.ref(group)
+    number_of(
+        Context(
+            config=MTrainingConfig(), layout=Layout.contiguous(64, 1), documents=Documents.single(64),
+            groups=RingGroups(cp=group), scale=1.0, inner_size=1, column_capacity=64,
+        )
+    )  # fmt: skip
+    del group
+    gc.collect()
+    assert held() is not None
+    groups.destroy_ring_groups()
+    gc.collect()
+    assert held() is None
 
 
 def _two_groups(rank):

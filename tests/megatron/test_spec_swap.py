@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
@@ -26,6 +27,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron_mtraining import MTrainingConfig
@@ -134,6 +136,17 @@ class TestModels:
         assert len(swapped) == 3
         assert any(name.startswith("mtp.") for name in swapped)
 
+    def test_layers_of_multi_token_prediction_are_recorded_after_the_decoders(self, plugin):
+        """Megatron numbers them from 1 again; recorded so, they would take the place of the decoder's in the metrics."""
+        config = make_config(mtp_num_layers=2)
+        plugin(model=config)
+        spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+        mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
+        model = build_gpt(spec, config, mtp_block_spec=mtp)
+        cores = [module for module in model.modules() if isinstance(module, MTrainingCoreAttention)]
+        assert [core.layer_number for core in cores] == [1, 2, 1, 2]
+        assert [core.record_number for core in cores] == [1, 2, 3, 4]
+
     def test_gpt_with_a_users_spec(self, plugin):
         plugin()
         assert len(check_model([build_gpt(user_layer_spec())]).swapped) == 2
@@ -163,6 +176,26 @@ class TestModels:
         plugin()
         with pytest.raises(RefusedError, match=r"no causal self-attention layer.*padding, DotProductAttention"):
             build_gpt(user_layer_spec(mask=AttnMaskType.padding))
+
+    @pytest.mark.parametrize("mask", [AttnMaskType.no_mask, AttnMaskType.padding, AttnMaskType.arbitrary])
+    def test_a_layer_that_is_not_causal_beside_others_is_an_error_that_names_it(self, plugin, mask):
+        plugin()
+        block = TransformerBlockSubmodules(
+            layer_specs=[user_layer_spec(), user_layer_spec(mask=mask)], layer_norm=WrappedTorchNorm
+        )
+        with pytest.raises(
+            RefusedError,
+            match=rf"not causal is not supported.*: decoder.layers.1.self_attention \({mask.name}, DotProductAttention\)$",
+        ):
+            build_gpt(block)
+
+    def test_other_masks_beside_the_language_model_are_left_alone(self, plugin):
+        """A vision tower's, say."""
+        tower = build_gpt(user_layer_spec(mask=AttnMaskType.no_mask)).decoder
+        plugin()
+        model = torch.nn.ModuleDict({"language": build_gpt(user_layer_spec()), "tower": tower})
+        census = check_model([model])
+        assert (len(census.swapped), len(census.other), census.not_causal) == (2, 2, [])
 
     def test_without_the_plugin_nothing_is_swapped(self):
         model = build_gpt(get_gpt_layer_local_spec(normalization="RMSNorm"))
