@@ -168,7 +168,7 @@ def estimation_in_bf16() -> None:
 
 @case
 def late_ranks_and_many_passes() -> None:  # H2, H3
-    layout, rank = layouts(dist.get_world_size(), 512)[0], dist.get_rank()
+    layout, rank = Layout.striped(512, dist.get_world_size()), dist.get_rank()
     inner_ranks, outer_ranks = hierarchy(list(range(dist.get_world_size())), max(dist.get_world_size() // 2, 1))
     inner, outer = split(inner_ranks), split(outer_ranks)
     tensors = whole(512)
