@@ -20,8 +20,7 @@ from .schedule import forward_schedule
 def pair_counts(index: VerticalSlashIndex, layout: Layout) -> tuple[Tensor, Tensor]:
     """Kept block pairs and kept (row block, column) pairs by the ranks that hold the queries and the keys.
 
-    The counts are convolutions along the sequence (a pair is kept if its distance is), done by FFT: seconds a layer become
-    tenths at 512K tokens.
+    The counts are convolutions along the sequence (a pair is kept if its distance is), done by FFT.
 
     Returns:
         Two int64 tensors ``[cp_size, cp_size]`` on the CPU, ``[query rank, key rank]``, summed over batch and heads.
