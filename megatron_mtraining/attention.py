@@ -189,8 +189,16 @@ class MTrainingAttention(torch.nn.Module):
         self.context = make_context(
             local, local, local, config, groups, layout=layout, softmax_scale=softmax_scale, documents=documents
         )
+        self._register()
+
+    def _register(self) -> None:
         self._number = number_of(self.context, forever=True)
         weakref.finalize(self, release, self._number)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Copies and unpickled modules get a number of their own: the first module's is released with it."""
+        super().__setstate__(state)
+        self._register()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """``[batch, local_seq, heads, head_dim]`` in and out, as in :func:`mtraining_attention`."""

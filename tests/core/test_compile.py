@@ -1,5 +1,8 @@
 """``torch.compile`` of a model around attention: one graph, the same numbers, no new compilation for a new index."""  # K5
 
+import copy
+import gc
+
 import torch
 
 from megatron_mtraining import MTrainingAttention, MTrainingConfig, mtraining_attention
@@ -47,6 +50,15 @@ def test_module_is_the_function() -> None:
     q, k, v = torch.randn(1, 200, 4, 64), torch.randn(1, 200, 2, 64), torch.randn(1, 200, 2, 64)
     module = MTrainingAttention(200, 64, config=CONFIG)
     assert torch.equal(module(q, k, v), mtraining_attention(q, k, v, config=CONFIG))
+
+
+def test_a_copy_outlives_the_module() -> None:
+    q, k, v = torch.randn(1, 128, 4, 64), torch.randn(1, 128, 2, 64), torch.randn(1, 128, 2, 64)
+    module = MTrainingAttention(128, 64, config=CONFIG)
+    expected, copied = module(q, k, v), copy.deepcopy(module)
+    del module
+    gc.collect()
+    assert torch.equal(copied(q, k, v), expected)
 
 
 def test_opcheck_of_the_ring() -> None:
