@@ -12,10 +12,10 @@ PACKAGE = ROOT / "megatron_mtraining"
 
 # The layers of docs/design.md, bottom to top. A module may import its own layer and those below.
 LAYERS = (
-    {"config", "bitmap", "layout", "documents", "schedule", "index", "budget"},
+    {"config", "bitmap", "layout", "documents", "schedule", "index", "block_lists", "budget"},
     {"ops"},
     {"comm", "metrics"},
-    {"estimate", "ring"},
+    {"policies", "estimate", "ring"},
     {"ring_op", "attention", "testing"},
     {"integration", "launch"},
 )
