@@ -20,10 +20,11 @@ from megatron_mtraining.documents import Documents
 from megatron_mtraining.layout import Layout
 
 from . import runtime
-from .conversion import convert, convert_qkv
+from .conversion import Placement, convert, convert_qkv
 from .errors import RefusedError
 from .groups import ring_groups
 from .layout_mode import CONVERT
+from .packing import packing_of, placed_by_document
 from .refusals import refuse
 from .static_inference import dense_inference_attention
 
@@ -109,7 +110,7 @@ class MTrainingCoreAttention(MegatronModule):
                 makes causal, does not read it.
             attn_mask_type: that of the call; causal. Static-batch inference passes ``no_mask`` past the prompt.
             attention_bias: must be None.
-            packed_seq_params: documents of a packed sequence, on one context-parallel rank.
+            packed_seq_params: documents of a packed sequence.
             num_splits: must be None.
 
         Returns:
@@ -158,9 +159,23 @@ class MTrainingCoreAttention(MegatronModule):
         if state.layout_mode.mode != CONVERT:
             self._check_dealt(state, seq_len)
             return self._attend(query, key, value, layout, cp_group)
-        held = state.model_layout(seq_len, cp_group.size())
-        out = self._attend(*convert_qkv(query, key, value, held, layout, cp_group), layout, cp_group)
-        return convert(out, layout, held, cp_group)
+        held = Placement.of(state.model_layout(seq_len, cp_group.size()))
+        return self._converted(query, key, value, held, layout, cp_group)
+
+    def _converted(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        held: Placement,
+        layout: Layout,
+        cp_group: torch.distributed.ProcessGroup,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """:meth:`_attend` for a sequence that the model holds elsewhere: one all-to-all before, one after."""
+        wanted = Placement.of(layout)
+        moved = convert_qkv(query, key, value, held, wanted, cp_group)
+        return convert(self._attend(*moved, layout, cp_group, documents), wanted, held, cp_group)
 
     def _attend(
         self,
@@ -196,18 +211,27 @@ class MTrainingCoreAttention(MegatronModule):
         packed: PackedSeqParams,
         cp_group: torch.distributed.ProcessGroup | None,
     ) -> Tensor:
-        """Packed sequences ``[t, h, d]`` on one rank: each document has its own index.
+        """Packed sequences ``[t, h, d]``: each document has its own index, none sees another.
 
-        Reads the document lengths on the host.
+        The sequence is dealt over the packed length in the attention's layout, or document by document by Megatron.
         """
-        if cp_group is not None or packed.cp_group is not None:
-            raise RefusedError("packed_seq_params: packed sequences are not built over several context-parallel ranks")
-        if packed.qkv_format != "thd":
-            raise RefusedError(f"packed_seq_params.qkv_format {packed.qkv_format}: use thd")
-        documents = _documents(packed, query.shape[0])
-        layout = Layout.contiguous(query.shape[0], 1)
+        if packed.cp_group is not None and packed.cp_group.size() > 1 and packed.cp_group is not cp_group:
+            raise RefusedError("packed_seq_params.cp_group: groups that change from batch to batch are not built")
+        cp_size = 1 if cp_group is None else cp_group.size()
+        seq_len = query.shape[0] * cp_size
+        packing = packing_of(packed, seq_len)
         q, k, v = (x.unsqueeze(1) if x.dim() == 3 else x for x in (query, key, value))
-        out = self._attend(q, k, v, layout, None, documents)
+        if cp_group is None:
+            out = self._attend(q, k, v, Layout.contiguous(seq_len, 1), None, packing.documents)
+            return out.squeeze(1) if query.dim() == 3 else out
+        state = runtime.current()
+        layout = state.attention_layout(seq_len, cp_size)
+        if state.layout_mode.replaces_slicing:
+            self._check_dealt(state, seq_len)
+            out = self._attend(q, k, v, layout, cp_group, packing.documents)
+        else:
+            held = placed_by_document(packing.bounds, seq_len, cp_size)
+            out = self._converted(q, k, v, held, layout, cp_group, packing.documents)
         return out.squeeze(1) if query.dim() == 3 else out
 
     def _cp_group(self) -> torch.distributed.ProcessGroup | None:
@@ -234,17 +258,6 @@ class MTrainingCoreAttention(MegatronModule):
         """Drops the extra state that Transformer Engine saves for a core attention; there is nothing to load."""
         state_dict.pop(f"{prefix}_extra_state", None)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-
-def _documents(packed: PackedSeqParams, num_tokens: int) -> Documents:
-    """The documents that Megatron's cumulative lengths describe."""
-    padded = packed.cu_seqlens_q_padded
-    try:
-        return Documents.from_cu_seqlens(
-            packed.cu_seqlens_q.tolist(), num_tokens, None if padded is None else padded.tolist()
-        )
-    except ValueError as error:
-        raise RefusedError(f"packed_seq_params: {error}") from error
 
 
 def _check_mask_type(mask_type: AttnMaskType, packed: bool = False) -> None:

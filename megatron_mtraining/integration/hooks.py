@@ -194,7 +194,7 @@ def activate(args: argparse.Namespace, parsed: Parsed) -> None:
     mode = choose_layout_mode(args.mtraining_layout_mode, args, parsed.config)
     check_sequence_length(args.seq_length, args, parsed.config, mode)
     runtime.use(Runtime(parsed.config, mode, args.mtraining_inner_across_hosts))
-    put_in_place()
+    put_in_place(args.context_parallel_size)
     if args.mtraining_metrics is not None:
         from . import training_metrics
 
@@ -226,7 +226,7 @@ def set_up(config: MTrainingConfig, model: Any, layout_mode: str = "auto", inner
     refuse_environment()
     refuse(model)
     runtime.use(Runtime(config, choose_layout_mode(layout_mode, model, config), inner_across_hosts))
-    put_in_place()
+    put_in_place(model.context_parallel_size)
     return runtime.current()
 
 
@@ -236,11 +236,12 @@ def tear_down() -> None:
     runtime.use(None)
 
 
-def put_in_place() -> None:
-    """Hooks up the models, the process groups and, in native mode, the dealing of batch and rotary embedding."""
-    from . import model_hooks, sharding
+def put_in_place(cp_size: int) -> None:
+    """Hooks up the models, the process groups, packed data and, in native mode, the dealing of batch and rotary embedding."""
+    from . import model_hooks, sft_padding, sharding
 
     deactivate()
+    _active_hooks.extend(sft_padding.pad_documents(cp_size))
     if runtime.current().layout_mode.replaces_slicing:
         _active_hooks.extend(binding.undo for binding in sharding.deal_natively())
         _active_hooks.append(sharding.drop_cached_rotary)
