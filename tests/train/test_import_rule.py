@@ -16,7 +16,7 @@ LAYERS = (
     {"ops"},
     {"comm", "metrics"},
     {"estimate", "ring"},
-    {"ring_op", "attention", "testing"},
+    {"ring_op", "attention", "recall", "testing"},
     {"integration", "launch"},
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
