@@ -14,15 +14,17 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_mtraining.attention import attention_on_groups
+from megatron_mtraining.attention import attention_on_groups, estimate_index
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.documents import Documents
+from megatron_mtraining.index import VerticalSlashIndex
 from megatron_mtraining.layout import Layout
 
 from . import runtime
 from .conversion import Placement, convert, convert_qkv
 from .errors import RefusedError
 from .groups import ring_groups
+from .guard import Guard
 from .layout_mode import CONVERT
 from .packing import packing_of, placed_by_document
 from .refusals import refuse
@@ -48,7 +50,8 @@ class MTrainingCoreAttention(MegatronModule):
         num_splits: taken for the sake of the contract; must be None.
         cp_comm_type: taken for the sake of the contract; the ring does not depend on it.
         pg_collection: process groups; Megatron's global ones if left out.
-        mtraining: the attention's config; that of the launcher if left out.
+        mtraining: the attention's config; that of the launcher if left out. A config of its own does not follow what was
+            set by layer and by step.
 
     Raises:
         RefusedError: for what is not supported; names the option and its value.
@@ -87,6 +90,7 @@ class MTrainingCoreAttention(MegatronModule):
         self.softmax_scale = softmax_scale
         self.cp_comm_type = cp_comm_type
         self.pg_collection = pg_collection
+        self.follows_plan = mtraining is None
         self.mtraining = runtime.current().config if mtraining is None else mtraining
 
     def forward(
@@ -145,7 +149,7 @@ class MTrainingCoreAttention(MegatronModule):
         if packed_seq_params is not None:
             return self._packed(query, key, value, packed_seq_params, cp_group)
         if cp_group is None:
-            layout = Layout.contiguous(query.shape[0], 1)
+            layout = runtime.one_rank_layout(query.shape[0])
             return self._attend(query, key, value, layout, None)
         return self._over_ranks(query, key, value, cp_group)
 
@@ -187,21 +191,49 @@ class MTrainingCoreAttention(MegatronModule):
         documents: Documents | None = None,
     ) -> Tensor:
         """``[s, b, h, d]`` in, ``[s, b, h * d]`` out; the transposes are views."""
-        recorder = runtime.recorder()
+        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+        state, layer = runtime.current_or_none(), self.record_number - 1
+        config, index = self.mtraining, None
+        if state is not None and self.follows_plan:
+            config = state.plan.config_for(config, layer, state.steps_done())
+        if state is not None and state.guard is not None and not config.dense:
+            index = self._guarded(state.guard, q, k, config, layout, cp_group, documents)
         out, aux = attention_on_groups(
-            query.transpose(0, 1),
-            key.transpose(0, 1),
-            value.transpose(0, 1),
-            config=self.mtraining,
+            q,
+            k,
+            v,
+            config=config,
             layout=layout,
             softmax_scale=self.softmax_scale,
             groups=ring_groups(cp_group),
             return_aux=True,
-            documents=documents,
+            index=index,
+            documents=documents if index is None else None,
         )
-        if recorder is not None and self.training:
-            recorder.record(self.record_number, aux.index, aux.layout, aux.inner_size)
+        if state is not None and self.training:
+            if state.recorder is not None:
+                state.recorder.record(self.record_number, aux.index, aux.layout, aux.inner_size)
+            if state.dump is not None:
+                state.dump(aux.index, state.steps_done() + 1, layer, cp_group)
         return out.transpose(0, 1).flatten(2)
+
+    def _guarded(
+        self,
+        guard: Guard,
+        q: Tensor,
+        k: Tensor,
+        config: MTrainingConfig,
+        layout: Layout,
+        cp_group: torch.distributed.ProcessGroup | None,
+        documents: Documents | None,
+    ) -> VerticalSlashIndex:
+        """The estimated index, or every line where it breaks the guard's bounds."""
+        where: dict[str, Any] = {
+            "config": config, "layout": layout, "cp_group": cp_group, "softmax_scale": self.softmax_scale
+        }  # fmt: skip
+        index = estimate_index(q, k, documents=documents, **where)
+        layer = self.record_number - 1 if self.training else None
+        return guard(q, k, index, tp_group=self._tp_group(), layer=layer, **where)
 
     def _packed(
         self,
@@ -222,7 +254,7 @@ class MTrainingCoreAttention(MegatronModule):
         packing = packing_of(packed, seq_len)
         q, k, v = (x.unsqueeze(1) if x.dim() == 3 else x for x in (query, key, value))
         if cp_group is None:
-            out = self._attend(q, k, v, Layout.contiguous(seq_len, 1), None, packing.documents)
+            out = self._attend(q, k, v, runtime.one_rank_layout(seq_len), None, packing.documents)
             return out.squeeze(1) if query.dim() == 3 else out
         state = runtime.current()
         layout = state.attention_layout(seq_len, cp_size)
@@ -233,6 +265,13 @@ class MTrainingCoreAttention(MegatronModule):
             held = placed_by_document(packing.bounds, seq_len, cp_size)
             out = self._converted(q, k, v, held, layout, cp_group, packing.documents)
         return out.squeeze(1) if query.dim() == 3 else out
+
+    def _tp_group(self) -> torch.distributed.ProcessGroup | None:
+        """Megatron's tensor-parallel group: the ranks with the layer's other heads."""
+        group = getattr(self.pg_collection, "tp", None)
+        if group is None and parallel_state.model_parallel_is_initialized():
+            group = parallel_state.get_tensor_model_parallel_group()
+        return group
 
     def _cp_group(self) -> torch.distributed.ProcessGroup | None:
         """Megatron's context-parallel group of this moment; None where one rank holds the sequence."""

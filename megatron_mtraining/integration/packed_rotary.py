@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megatron_mtraining.layout import Layout
-
 from . import runtime
 
 ROPE = "megatron.core.models.common.embeddings.rope_utils"
@@ -57,7 +55,7 @@ def packed_angles(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_group: Any, m
     state = runtime.current()
     cp_size = cp_group.size()
     seq_len = t.shape[0] * cp_size
-    layout = state.attention_layout(seq_len, cp_size) if cp_size > 1 else Layout.contiguous(seq_len, 1)
+    layout = state.attention_layout(seq_len, cp_size) if cp_size > 1 else runtime.one_rank_layout(seq_len)
     holds_for = (cu_seqlens._version, layout, cp_group.rank())
     remembered = _in_documents.get(cu_seqlens)
     if remembered is None or remembered[0] != holds_for:

@@ -12,7 +12,7 @@ PACKAGE = ROOT / "megatron_mtraining"
 
 # The layers of docs/design.md, bottom to top. A module may import its own layer and those below.
 LAYERS = (
-    {"config", "bitmap", "layout", "documents", "schedule", "index", "budget"},
+    {"config", "bitmap", "layout", "documents", "schedule", "index", "index_dump", "budget"},
     {"ops"},
     {"comm", "metrics"},
     {"estimate", "ring"},
