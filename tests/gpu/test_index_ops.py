@@ -95,6 +95,19 @@ def test_same_index_for_every_number_of_ranks(last_q: int, cap: int | None, docu
         assert torch.equal(other.column_words, indices[0].column_words)
 
 
+@pytest.mark.parametrize("documents", [None, PACKED])
+def test_same_index_in_every_run(documents: Documents | None) -> None:
+    case = Case(seq_len=2048, heads=8, kv_heads=2, documents=documents)
+    q, k, _ = mixed_qkv(case)
+    config = MTrainingConfig(top_p=0.8, max_vertical=100, kernel="auto")
+    layout = Layout.striped(2048, 2)
+    first = estimate_virtual(q, k, layout=layout, config=config, documents=documents)
+    for _ in range(29):
+        again = estimate_virtual(q, k, layout=layout, config=config, documents=documents)
+        assert torch.equal(first.slash_words, again.slash_words)
+        assert torch.equal(first.column_words, again.column_words)
+
+
 def random_masses(kind: str, rows: int, lines: int) -> Tensor:
     if kind == "zeros":
         return torch.zeros(1, rows, lines, dtype=torch.int64, device="cuda")
