@@ -39,6 +39,7 @@ RESUME = "--ckpt-format torch_dist --lr-decay-iters 10 --train-iters 2 --overrid
 YARN = f"--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 256 {ALL}"
 HYBRID = f"{ROPE} {ALL} --hybrid-layer-pattern *-*- --spec user_specs hybrid_stack_spec"
 PER_TOKEN = f"{ROPE} {ALL} --calculate-per-token-loss"
+PACKED = f"{ROPE} --mtraining-top-p 0.8 --calculate-per-token-loss --sft --train-iters 2"
 
 SCENARIOS = {
     "dp4": f"{ROPE} {ALL}",
@@ -62,6 +63,10 @@ SCENARIOS = {
     "hybrid_cp4": f"{HYBRID} {CP4}",
     "masked_dp4": PER_TOKEN,
     "masked_cp4": f"{PER_TOKEN} {CP4} --mtraining-layout contiguous",
+    "packed_dp4": PACKED,
+    "packed_cp4": f"{PACKED} {CP4}",
+    "packed_cp4_convert": f"{PACKED} {CP4} --mtraining-layout-mode convert",
+    "packed_pp2_cp2": f"{PACKED} {CP2} --pipeline-model-parallel-size 2",
 }
 FULL_SCENARIOS = {
     "dp4": f"{ROPE} {ALL} --eval-iters 1",
@@ -245,6 +250,14 @@ def test_loss_per_token_over_ranks_with_unequal_numbers_of_tokens(runs):
     """Case A2: the last rank holds every valid token."""
     assert_same_gradients(runs, "masked_cp4", "masked_dp4")
     assert_same_losses(runs, "masked_cp4", "masked_dp4")
+
+
+@pytest.mark.parametrize("name", ["packed_cp4", "packed_cp4_convert", "packed_pp2_cp2"])
+def test_packed_conversations(runs, name):
+    """Megatron's fine-tuning data, several conversations a sample, each with its own index."""
+    for step, bound in ((0, BOUND), (1, 3 * BOUND)):  # the second step starts from weights that differ in the last bits
+        assert_same_gradients(runs, name, "packed_dp4", step, bound)
+    assert_same_losses(runs, name, "packed_dp4")
 
 
 def test_attention_leaves_the_random_state_alone(runs):

@@ -23,7 +23,9 @@ from megatron_mtraining.integration import cpu_compat
 SCRIPTS = {
     "gpt": Path(__file__).parents[2] / "examples" / "pretrain_gpt.py",
     "hybrid": Path(__file__).with_name("pretrain_hybrid.py"),
+    "packed": Path(__file__).with_name("pretrain_packed.py"),
 }
+"""The script of a scenario by the first word of its name; ``gpt`` for any other."""
 
 
 class Record:
@@ -166,7 +168,7 @@ def main(scenario_file, folder):
     mask_losses(lambda: name.startswith("masked"))
     for name, options in json.loads(Path(scenario_file).read_text()).items():
         record = Record()
-        script = SCRIPTS["hybrid" if name.startswith("hybrid") else "gpt"]
+        script = SCRIPTS.get(name.split("_")[0], SCRIPTS["gpt"])
         launch.main([str(script), "--mtraining-cpu", *options])
         torch.save(vars(record), Path(folder) / f"{name}.{torch.distributed.get_rank()}.pt")
         forget_megatron()
