@@ -17,7 +17,7 @@ LAYERS = (
     {"comm", "metrics"},
     {"estimate", "ring"},
     {"ring_op", "attention", "testing"},
-    {"integration", "launch"},
+    {"integration", "launch", "bridge"},
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 TOP = len(LAYERS) - 1
