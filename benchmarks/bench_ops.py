@@ -107,7 +107,7 @@ class Bench:
             self.results.add(problem, f"mtraining-{kernel}{suffix}", "backward", measured, BACKWARD * flops, density)
 
     def index(self, problem: Problem) -> None:
-        """Index estimation of the whole sequence: launched from Python, and as a graph (the device's time alone)."""
+        """Index estimation of the whole sequence: on an idle device, behind other work, and as a graph."""
         q, k, _, _ = self.tensors(problem)
         kernel = self.kernels[0]  # the index kernels are the same for every target
         flops = 3 * 2.0 * problem.heads * problem.head_dim * 64 * problem.seq_len  # three passes over the probe rows
@@ -117,6 +117,8 @@ class Bench:
 
         plain = measure(estimate, repeats=20)
         self.results.add(problem, "mtraining", "index", plain, flops, 1.0)
+        queued = measure(estimate, repeats=20, queued=True)
+        self.results.add(problem, "mtraining-queued", "index", queued, flops, 1.0, launch="queued")
         graph = Measured(measure(captured(estimate), repeats=20).ms, plain.peak_mib)
         self.results.add(problem, "mtraining-graph", "index", graph, flops, 1.0, launch="graph")
 

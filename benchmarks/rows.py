@@ -82,7 +82,7 @@ class Results:
         """Forward, backward and, where an index is needed, its estimation, together, against dense attention."""
         found: list[Row] = []
         whole = [row for row in self.rows if "cp_size" not in row]
-        index = {(r["seq_len"], r["heads"], r["head_dim"]): r for r in whole if r["pass"] == "index"}
+        index = {(r["seq_len"], r["heads"], r["head_dim"]): r for r in whole if r["impl"] == "mtraining-queued"}
         for forward in whole:
             key = (forward["seq_len"], forward["heads"], forward["head_dim"])
             dense = [self.dense_ms.get((*key, kind)) for kind in ("forward", "backward")]  # type: ignore[arg-type]
@@ -110,12 +110,13 @@ class Results:
             f"# Operators on {head['device']}, {head['date']}\n\n`{head['command']}`, torch {head['torch']}, bf16 matmul "
             f"{head['matmul_tflops']} TFLOP/s in the same run. {head['note']}. TFLOP/s on useful pairs; `of_matmul` of "
             f"that rate; `speed_up` over {DENSE} dense, `of_ideal` its share of 1/density; `launch`: launched from "
-            f"Python one by one (plain) or replayed as a CUDA graph; `cp_size`: one rank's share without traffic.\n"
+            f"Python one by one on an idle device "
+            f"(plain) or behind other work (queued), or replayed as a CUDA graph (graph); `cp_size`: one rank's share without traffic.\n"
         )
         lines = [title, *table(KEYS, self.rows)]
         steps = self.steps()
         if steps:
-            lines += ["", f"Forward + backward, index estimation included (plain launches), against {DENSE} dense:", ""]
+            lines += ["", f"Forward + backward, index estimation included, against {DENSE} dense:", ""]
             lines += table(tuple(steps[0]), steps)
         for what, names in (("Left out for time", self.skipped), ("Failed", self.failed)):
             if names:

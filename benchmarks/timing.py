@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+QUEUE_CYCLES = 10_000_000
+"""Cycles of the work that a queued call waits for: about 5 ms."""
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -18,7 +21,11 @@ class Measured:
 
 
 def measure(
-    function: Callable[[], object], repeats: int = 5, budget_ms: float = 1500.0, warm_up: bool = True
+    function: Callable[[], object],
+    repeats: int = 5,
+    budget_ms: float = 1500.0,
+    warm_up: bool = True,
+    queued: bool = False,
 ) -> Measured:
     """Times ``function``; fewer repetitions where one alone takes long.
 
@@ -27,6 +34,8 @@ def measure(
         repeats: most repetitions.
         budget_ms: no further repetition once this much was measured.
         warm_up: one call before the first repetition. Without it the first repetition's memory is reported.
+        queued: behind some milliseconds of other work, as in a model whose launches run ahead of the device. Without it
+            the device is idle and waits for every launch.
     """
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -37,6 +46,8 @@ def measure(
     times: list[float] = []
     while len(times) < repeats and (not times or sum(times) < budget_ms):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if queued:
+            torch.cuda._sleep(QUEUE_CYCLES)
         start.record()
         function()
         end.record()

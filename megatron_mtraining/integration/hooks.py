@@ -53,12 +53,12 @@ def install() -> None:
     Raises:
         RefusedError: if megatron-core is missing or too old.
     """
-    if _parser_hooks:
-        return
     check_megatron_version()
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.training import arguments
 
+    if _parser_hooks:  # looked at last: loading Megatron may install the hooks (megatron_mtraining.startup_hook)
+        return
     name = arguments.__name__
     _parser_hooks.extend(
         [

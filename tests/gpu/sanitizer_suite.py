@@ -17,6 +17,7 @@ CASES = {
     "ragged": Case(seq_len=100, heads=2, kv_heads=1, slash=1, vertical=10),
     "ring": Case(seq_len=256, heads=3, kv_heads=1, cp_size=2, slash=2, vertical=90),
     "d64 fp16": Case(seq_len=256, heads=2, kv_heads=2, dim=64, dtype=torch.float16, slash=2, vertical=70),
+    "d64 gqa": Case(seq_len=256, heads=6, kv_heads=2, dim=64, slash=2, vertical=70),
     "documents": Case(seq_len=512, heads=2, kv_heads=1, batch=2, cp_size=4, documents=PACKED, slash=3, vertical=70),
     "pieces": Case(seq_len=256, heads=2, kv_heads=1, cp_size=2, vertical=200, config={"max_compact_columns": 64}),
 }

@@ -143,6 +143,8 @@ def test_selection_is_exactly_the_reference(ops, kind, lines, documents, all_lin
         assert torch.equal(*states), f"state after round {number}"
     kept = ops.select_pack(mass, segment, tie, states[0], all_lines)
     assert torch.equal(kept, reference.select_pack(mass, segment, tie, states[1], all_lines))
+    at_once = ops.select_lines(mass, segment, tie, documents, bits, mass_rounds, tie_rounds, 9, 10, cap, all_lines)
+    assert torch.equal(at_once, kept)
     if cap >= 0:
         per_document = [
             unpack_bits(kept, lines)[..., segment == document].sum(-1).max() for document in range(documents)

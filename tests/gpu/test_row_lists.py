@@ -109,7 +109,7 @@ def test_row_lists_of_an_index_give_the_bits_of_the_index() -> None:
     dout = torch.randn_like(qkv[0])
     blocks = torch.arange(case.seq_len // 64, device="cuda")
     start = doc_start(case).long()
-    line = (start[:, None] + blocks[:, None] - blocks[None, :]).clamp(min=0)
+    line = (start[:, None] + blocks[:, None] - blocks[None, :]).clamp(0, blocks.numel() - 1)
     lists = pack_bits(index.slash_bits()[:, :, line])  # what lies outside a document must not matter
     expected = attend(case, index.slash_words, qkv, dout, 80, 4)
     for name, x in attend(case, lists, qkv, dout, 80, 4).items():
