@@ -255,8 +255,11 @@ def set_up(config: MTrainingConfig, model: Any, layout_mode: str = "auto", inner
 
 
 def tear_down() -> None:
-    """Ends the use of the plugin: takes its hooks out, except those of the parser."""
+    """Ends the use of the plugin: takes its hooks out, except those of the parser, and destroys the ring groups."""
+    from .groups import destroy_ring_groups
+
     deactivate()
+    destroy_ring_groups()
     runtime.use(None)
 
 
