@@ -49,9 +49,14 @@ class Settings:
     inner_across_hosts: bool = False
 
 
+def has_hook_field(model_config: Any) -> bool:
+    """Whether it is the config of a model builder; a provider keeps its hooks outside its fields."""
+    return BUILDER_HOOKS in getattr(model_config, "__dataclass_fields__", {})
+
+
 def hooks_of(model_config: Any) -> list[Any]:
     """The list of pre-wrap hooks of a provider or of a builder's config; what is changed in it takes effect."""
-    if BUILDER_HOOKS in getattr(model_config, "__dataclass_fields__", {}):
+    if has_hook_field(model_config):
         return model_config.pre_wrap_hooks
     if not hasattr(model_config, "register_pre_wrap_hook"):
         raise RefusedError(
