@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .block_lists import Index
 from .comm import Exchange
 from .config import BLOCK, MTrainingConfig
-from .index import VerticalSlashIndex, document_table
+from .index import document_table
 from .layout import Layout
 from .ops import Operators
 from .schedule import Step, Transfer, backward_schedule, forward_schedule
@@ -23,7 +24,7 @@ class RingCall:
     """What one attention call works with, besides its tensors: the same in forward and backward.
 
     Attributes:
-        index: kept lines.
+        index: kept lines, or the row lists of this rank.
         layout: placement of the sequence.
         config: options.
         scale: softmax scale.
@@ -33,7 +34,7 @@ class RingCall:
         exchange: carries the transfers; ``None`` on a single rank.
     """
 
-    index: VerticalSlashIndex
+    index: Index
     layout: Layout
     config: MTrainingConfig
     scale: float
