@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.integration import RefusedError
+from megatron_mtraining.integration.layer_plan import LayerPlan
 from megatron_mtraining.integration.options import BACKEND, LAYOUT_MODES
 from megatron_mtraining.integration.rebind import Rebinding, rebind
 
@@ -27,6 +28,7 @@ def enable(
     *,
     layout_mode: str = "auto",
     inner_across_hosts: bool = False,
+    plan: LayerPlan | None = None,
     **options: Any,
 ) -> MTrainingCallback:
     """Turns a ``ConfigContainer`` to MTraining attention. Call it again to change the options.
@@ -42,6 +44,7 @@ def enable(
         config: the attention's config; made from ``options`` if left out.
         layout_mode: ``auto``, ``native`` or ``convert``, as ``--mtraining-layout-mode``.
         inner_across_hosts: whether an inner ring may cross hosts.
+        plan: dense layers, top-p by layer, and what changes over the steps; the latter needs the callback.
         options: fields of :class:`MTrainingConfig`.
 
     Returns:
@@ -50,7 +53,7 @@ def enable(
     Raises:
         RefusedError: if ``cfg`` has no model, or for an option or value that is not known.
     """
-    settings = Settings(_config(config, options), _mode(layout_mode), inner_across_hosts)
+    settings = Settings(_config(config, options), _mode(layout_mode), inner_across_hosts, plan or LayerPlan())
     if getattr(cfg, "model", None) is None:
         raise RefusedError("cfg.model is None: set it before calling enable")
     name_no_backend(cfg.model)
@@ -126,6 +129,7 @@ def _wrap_update(original: Callable[[Any], None]) -> Callable[[Any], None]:
                     settings.config,
                     layout_mode=settings.layout_mode,
                     inner_across_hosts=settings.inner_across_hosts,
+                    plan=settings.plan,
                 )
         for hook in hooks_of(cfg.model):
             if isinstance(hook, PreWrapHook):
