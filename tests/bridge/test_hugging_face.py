@@ -19,7 +19,8 @@ SEQ_LENGTH = 256
 @pytest.fixture
 def source(bridge: Any, tmp_path: Path) -> Path:
     """A tiny Llama, saved by transformers; Bridge maps Megatron's local layers for this family only."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from tokenizers import Tokenizer, models
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     from megatron_mtraining.bridge.recipes.llama31 import LLAMA31_8B
 
@@ -35,6 +36,8 @@ def source(bridge: Any, tmp_path: Path) -> Path:
     }
     config = AutoConfig.for_model(**(LLAMA31_8B | small))
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "hf")
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(256)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(tmp_path / "hf")
     return tmp_path / "hf"
 
 
