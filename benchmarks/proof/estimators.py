@@ -11,6 +11,7 @@ All of them look at a few probe rows; they differ in which rows, and in how line
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -21,8 +22,9 @@ from megatron_mtraining.bitmap import pack_bits
 from megatron_mtraining.config import BLOCK
 from megatron_mtraining.documents import Documents
 
-SEARCH_STEPS = 14
-ALTERNATIONS = 2
+PROBES = 256
+SEARCH_STEPS = 7
+LOWEST_BAR = -16.0  # log2 of mass per pair
 
 
 def last_rows(seq: int, count: int, device: torch.device) -> Tensor:
@@ -41,31 +43,61 @@ class ProbeView:
     """What the probe rows attend, prepared for choosing lines.
 
     Attributes:
-        p: fp32 ``[heads, rows, n, 64]``, attention of each row.
-        by_distance: fp32 ``[heads, rows, n]``, the same by block distance.
+        p: ``[heads, n, rows, 64]``, attention of each row by key block, in the dtype of q (fp32 at least on the CPU).
+        by_block: fp32 ``[heads, rows, n]``, its sums over blocks.
         row_block: int64 ``[rows]``.
-        reach: fp32 ``[n]``: rows that a slash line's estimate rests on, by distance.
     """
 
     p: Tensor
-    by_distance: Tensor
+    by_block: Tensor
     row_block: Tensor
-    reach: Tensor
 
     @classmethod
     def make(cls, q: Tensor, k: Tensor, rows: Tensor, scale: float) -> ProbeView:
         """Scores the rows; ``q [1, seq, heads, dim]``, ``k [1, seq, kv_heads, dim]``."""
         p = attention_rows(q, k, rows, scale).unflatten(2, (-1, BLOCK))
-        row_block = rows // BLOCK
-        place = row_block[:, None] - torch.arange(p.shape[2], device=q.device)[None, :]
-        seen = place >= 0
-        by_distance = p.sum(3).gather(2, place.clamp(min=0).expand(p.shape[0], -1, -1)) * seen
-        return cls(p, by_distance, row_block, seen.sum(0).float())
+        by_block = p.sum(3)
+        return cls(p.transpose(1, 2).to(q.dtype, memory_format=torch.contiguous_format), by_block, rows // BLOCK)
 
     @property
     def blocks(self) -> int:
         """Blocks of the sequence."""
-        return self.p.shape[2]
+        return self.p.shape[1]
+
+    @cached_property
+    def distance(self) -> Tensor:
+        """int64 ``[rows, n]``: block distance of each row to each key block; negative: the future."""
+        return self.row_block[:, None] - torch.arange(self.blocks, device=self.p.device)[None, :]
+
+    @cached_property
+    def slash_rows(self) -> Tensor:
+        """fp32 ``[n]``: probe rows that a slash line's estimate rests on, by distance."""
+        return (self.distance >= 0).sum(0).float().clamp(min=1)
+
+    @cached_property
+    def column_rows(self) -> Tensor:
+        """fp32 ``[n, 1]``: probe rows in later blocks; infinite where there is none, so that no column is kept."""
+        later = (self.distance > 0).sum(0).float()
+        return torch.where(later > 0, later, torch.inf)[:, None]
+
+    def slash_mass(self, by_block: Tensor) -> Tensor:
+        """fp32 ``[heads, n]``: ``by_block [heads, rows, n]`` summed by block distance."""
+        place = self.distance  # symmetric: the block at a distance, and the distance of a block
+        turned = by_block.gather(2, place.clamp(min=0).expand(by_block.shape[0], -1, -1))
+        return (turned * (place >= 0)).sum(1)
+
+    def column_mass(self, uncovered: Tensor) -> Tensor:
+        """fp32 ``[heads, n, 64]``: mass of each column in the ``uncovered [heads or 1, rows, n]`` pairs."""
+        weights = uncovered.expand(self.p.shape[0], -1, -1).transpose(1, 2).to(self.p.dtype)[:, :, None]
+        return torch.matmul(weights, self.p).squeeze(2).float()
+
+    def mass_in(self, columns: Tensor) -> Tensor:
+        """fp32 ``[heads, rows, n]``: mass of each row in the ``columns [heads, n, 64]`` of each block."""
+        return torch.matmul(self.p, columns.to(self.p.dtype)[..., None]).squeeze(3).transpose(1, 2).float()
+
+    def uncovered(self, slash: Tensor) -> Tensor:
+        """Bool ``[heads, rows, n]``: earlier key blocks that a row does not reach by a distance of ``slash [heads, n]``."""
+        return ~slash[:, self.distance.clamp(min=0)] & (self.distance > 0)
 
 
 def top_share(mass: Tensor, share: float) -> Tensor:
@@ -85,9 +117,8 @@ def to_index(slash: Tensor, columns: Tensor) -> VerticalSlashIndex:
 
 def independent(view: ProbeView, share: float) -> VerticalSlashIndex:
     """Vertical and slash lines each up to ``share`` of the probe's mass (paper, section 3.1)."""
-    columns = view.p.sum(1).clone()
-    columns[:, -1] = 0
-    return to_index(top_share(view.by_distance.sum(1), share), top_share(columns.flatten(1), share))
+    columns = view.column_mass(view.distance[None] > 0)
+    return to_index(top_share(view.slash_mass(view.by_block), share), top_share(columns.flatten(1), share))
 
 
 def token_slash(q: Tensor, k: Tensor, share: float, scale: float, last_q: int = 64) -> VerticalSlashIndex:
@@ -106,67 +137,48 @@ def token_slash(q: Tensor, k: Tensor, share: float, scale: float, last_q: int = 
     return to_index(near | far, top_share(columns, share))
 
 
-def joint(view: ProbeView, share: float) -> VerticalSlashIndex:
+def joint(view: ProbeView, share: float, steps: int = SEARCH_STEPS) -> VerticalSlashIndex:
     """Lines of both kinds by estimated mass per computed pair, until their union holds ``share`` of the probe's mass.
 
-    A line's mass over the whole sequence is its mean over the probe rows that reach it, times the rows that do. The bar,
-    mass per pair, is found per head by bisection; under a bar columns are chosen first (a sink would otherwise look like a
-    slash line in every row), then slash lines by what the columns leave, then columns by what those leave.
+    A line's mass per pair is its mean over the probe rows that reach it, over the pairs that it costs in a row (64 for a
+    slash line). The bar that lines must reach is found per head by bisection of its logarithm.
     """
-    heads, rows, n, _ = view.p.shape
-    total = view.p.sum((1, 2, 3))
-    low, high = torch.full((heads, 1), -16.0, device=view.p.device), torch.ones(heads, 1, device=view.p.device)
-    slash, columns = _lines_over(view, torch.exp2(low))
-    for _ in range(SEARCH_STEPS):
+    heads = view.p.shape[0]
+    target = share * view.by_block.sum((1, 2))
+    everything = view.column_mass(view.distance[None] > 0)
+    low = torch.full((heads, 1), LOWEST_BAR, device=view.p.device)
+    high = torch.zeros_like(low)
+    slash, columns, _ = lines_over(view, everything, torch.exp2(low))
+    for _ in range(steps):
         middle = (low + high) / 2
-        slash, columns = _lines_over(view, torch.exp2(middle))
-        enough = (_held(view, slash, columns) >= share * total)[:, None]
-        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
-    return to_index(*(x if x.dim() == 2 else x.flatten(1) for x in _lines_over(view, torch.exp2(low))))
+        found = lines_over(view, everything, torch.exp2(middle))
+        enough = found[2] >= target
+        low, high = (torch.where(enough[:, None], x, y) for x, y in ((middle, low), (high, middle)))
+        slash = torch.where(enough[:, None], found[0], slash)
+        columns = torch.where(enough[:, None, None], found[1], columns)
+    return to_index(slash, columns.flatten(1))
 
 
-def _lines_over(view: ProbeView, bar: Tensor) -> tuple[Tensor, Tensor]:
-    """Slash ``[heads, n]`` and columns ``[heads, n, 64]`` whose mass per pair reaches ``bar [heads, 1]``."""
-    covered = torch.zeros_like(view.by_distance, dtype=torch.bool)
-    # A row's share is mass per pair for a column; a block pair of a slash line costs 64 pairs a row.
-    reach = view.reach.clamp(min=1)
-    below = _rows_below(view)
-    columns = _column_mass(view, covered) / below >= bar[..., None]
-    slash = torch.zeros(covered.shape[0], view.blocks, dtype=torch.bool, device=bar.device)
-    for _ in range(ALTERNATIONS):
-        left = view.p.sum(3) - torch.einsum("hrjc,hjc->hrj", view.p, columns.to(view.p.dtype))
-        slash = _by_distance(view, left).sum(1) / reach / BLOCK >= bar
-        slash[:, 0] = True
-        covered = _covered(view, slash)
-        columns = _column_mass(view, covered) / below >= bar[..., None]
-    return slash, columns
+def lines_over(view: ProbeView, everything: Tensor, bar: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The lines whose mass per pair reaches a bar.
 
+    Columns come first (a sink would otherwise look like a slash line to every row), then slash lines by what the columns
+    leave, then columns by what these leave.
 
-def _rows_below(view: ProbeView) -> Tensor:
-    """fp32 ``[n, 1]``: probe rows in later blocks than each; infinite where there is none, so that no column is kept."""
-    later = (view.row_block[:, None] > torch.arange(view.blocks, device=view.p.device)).sum(0).float()
-    return torch.where(later > 0, later, torch.inf)[:, None]
+    Args:
+        view: the probes.
+        everything: column mass with nothing covered.
+        bar: ``[heads, 1]``.
 
-
-def _column_mass(view: ProbeView, covered: Tensor) -> Tensor:
-    """fp32 ``[heads, n, 64]``: mass of each column in later row blocks outside the ``covered [heads, rows, n]`` pairs."""
-    earlier = torch.arange(view.blocks, device=view.p.device)[None, :] < view.row_block[:, None]
-    return torch.einsum("hrjc,hrj->hjc", view.p, (earlier & ~covered).to(view.p.dtype))
-
-
-def _by_distance(view: ProbeView, by_block: Tensor) -> Tensor:
-    """``[heads, rows, n]`` by key block, turned to block distances."""
-    place = view.row_block[:, None] - torch.arange(view.blocks, device=by_block.device)[None, :]
-    return by_block.gather(2, place.clamp(min=0).expand(by_block.shape[0], -1, -1)) * (place >= 0)
-
-
-def _covered(view: ProbeView, slash: Tensor) -> Tensor:
-    """Bool ``[heads, rows, n]``: key blocks that a row reaches by a kept distance."""
-    distance = view.row_block[:, None] - torch.arange(view.blocks, device=slash.device)[None, :]
-    return slash[:, distance.clamp(min=0)] & (distance >= 0)
-
-
-def _held(view: ProbeView, slash: Tensor, columns: Tensor) -> Tensor:
-    """fp32 ``[heads]``: the probe's mass in the union of the lines."""
-    covered = _covered(view, slash)
-    return (view.p.sum(3) * covered).sum((1, 2)) + (_column_mass(view, covered) * columns).sum((1, 2))
+    Returns:
+        bool slash ``[heads, n]``, bool columns ``[heads, n, 64]`` and the probe's mass in their union, fp32 ``[heads]``.
+    """
+    columns = everything / view.column_rows >= bar[..., None]
+    left = view.by_block - view.mass_in(columns) * (view.distance > 0)
+    slash = view.slash_mass(left) / view.slash_rows / BLOCK >= bar
+    slash[:, 0] = True
+    uncovered = view.uncovered(slash)
+    mass = view.column_mass(uncovered)
+    columns = mass / view.column_rows >= bar[..., None]
+    held = (view.by_block * ~uncovered).sum((1, 2)) + (mass * columns).sum((1, 2))
+    return slash, columns, held

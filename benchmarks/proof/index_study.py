@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.proof import estimators
-from benchmarks.proof.estimators import ProbeView, last_rows, spread_rows
+from benchmarks.proof.estimators import PROBES, ProbeView, last_rows, spread_rows
 from benchmarks.proof.mass import block_row_mass, densities, kept_share
 from benchmarks.proof.runs import ROPE_THETA, read_ids
 from benchmarks.proof.session import single_rank
 from megatron_mtraining import MTrainingConfig, estimate_index
 
 SHARES = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
-PROBES = 256
 
 Family = Callable[[Tensor, Tensor, float], Iterator[tuple[float, Any]]]
 """From q, k and the softmax scale: (budget, index) pairs."""
@@ -73,6 +72,7 @@ def families(seq: int) -> dict[str, Family]:
     }
     block = 512
     gates = [count for count in (2, 3, 4, 6, 8, 12, 24) if count <= seq // block]
+    probes = {f"spread + joint, {count} probes": probed(spread_rows, count, estimators.joint) for count in (64, 128)}
     return {
         "paper": library(shares),
         "paper, 256 probes": library(wide),
@@ -84,6 +84,7 @@ def families(seq: int) -> dict[str, Family]:
         "spread": probed(spread_rows, PROBES, estimators.independent),
         "joint, last 64": probed(last_rows, 64, estimators.joint),
         "spread + joint": probed(spread_rows, PROBES, estimators.joint),
+        **probes,
     }
 
 
@@ -111,6 +112,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--length", type=int, required=True)
     parser.add_argument("--windows", type=int, default=1, help="held-out windows, evenly placed")
+    parser.add_argument("--layers", nargs="+", type=int, help="only these, from 1")
     parser.add_argument("--families", nargs="+", help="only these")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
@@ -131,6 +133,8 @@ def main() -> None:
         for window, start in enumerate(starts):
             ids = torch.from_numpy(text[start : start + options.length + 1].astype(np.int64))[None].to(device)
             for layer, seen in enumerate(capture(model, ids), 1):
+                if options.layers and layer not in options.layers:
+                    continue
                 began = time.monotonic()
                 for line in study_layer(seen.q, seen.k, wanted):
                     file.write(json.dumps({"window": window, "layer": layer, **line}) + "\n")
