@@ -110,8 +110,8 @@ class Results:
             f"# Operators on {head['device']}, {head['date']}\n\n`{head['command']}`, torch {head['torch']}, bf16 matmul "
             f"{head['matmul_tflops']} TFLOP/s in the same run. {head['note']}. TFLOP/s on useful pairs; `of_matmul` of "
             f"that rate; `speed_up` over {DENSE} dense, `of_ideal` its share of 1/density; `launch`: launched from "
-            f"Python one by one on an idle device "
-            f"(plain) or behind other work (queued), or replayed as a CUDA graph (graph); `cp_size`: one rank's share without traffic.\n"
+            f"Python one by one on an idle device (plain) or behind other work (queued), or replayed as a CUDA graph "
+            f"(graph); `cp_size`: one rank's share without traffic.\n"
         )
         lines = [title, *table(KEYS, self.rows)]
         steps = self.steps()

@@ -48,12 +48,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if STARTUP_MODULE in sys.modules:
         sys.modules[STARTUP_MODULE].disarm()
     try:
+        # First of all: Megatron may lie beside the script.
+        sys.path.insert(0, os.getcwd() if as_module else os.path.dirname(os.path.abspath(target)))
         sys.argv = [target, *prepare(arguments[1:])]
         if as_module:
-            sys.path.insert(0, os.getcwd())
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
-            sys.path.insert(0, os.path.dirname(os.path.abspath(target)))
             runpy.run_path(target, run_name="__main__")
     except RefusedError as refused:
         raise SystemExit(one_line(refused)) from None

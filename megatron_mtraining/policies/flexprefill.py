@@ -78,7 +78,7 @@ def _aware_blocks(call: Estimation, tables: RowTables, keys: Tensor) -> Steps:
     count = len(call.documents.starts)
     plan = Selection.make(call.config.slash_share, None, last_q=1, lines=segment.numel(), documents=count)
     words = yield from select_lines(
-        mass.flatten(2), segment, torch.zeros_like(segment), plan, count, call.ops, shared=False
+        mass.flatten(2), segment, torch.zeros_like(segment), plan, count, call.ops, shared=call.layout.cp_size == 1
     )
     return unpack_bits(words.unflatten(-1, (rows, width // WORD)), blocks)
 

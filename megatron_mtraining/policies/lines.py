@@ -176,7 +176,7 @@ def line_steps(call: Estimation) -> Generator[Collective, Tensor, VerticalSlashI
         mass.slash, tables.slash_segment, tables.slash_tie, slash, count, ops, shared=True
     )
     local_words = yield from select_lines(
-        mass.columns, tables.column_segment, tables.column_tie, vertical, count, ops, shared=False
+        mass.columns, tables.column_segment, tables.column_tie, vertical, count, ops, shared=layout.cp_size == 1
     )
     gathered = yield AllGather(local_words)
     words = in_sequence(gathered.permute(1, 2, 0, 3), layout)

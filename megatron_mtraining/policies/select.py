@@ -30,14 +30,16 @@ def select_lines(
     Returns:
         int64 words of the kept lines, ``[batch, heads, ceil(lines / 64)]``.
     """
-    state = mass.new_zeros((*mass.shape[:2], documents, STATE_FIELDS))
     rounds = (selection.digit_bits, selection.mass_rounds, selection.tie_rounds)
+    budget = (selection.share.numerator, selection.share.denominator, selection.cap)
+    if shared:  # nothing to exchange between the rounds
+        return ops.select_lines(mass, segment, tie, documents, *rounds, *budget, selection.all_lines)
+    state = mass.new_zeros((*mass.shape[:2], documents, STATE_FIELDS))
     for number in range(selection.rounds):
-        histogram = ops.select_histogram(mass, segment, tie, state, number, *rounds, selection.all_lines)
-        if not shared:
-            histogram = yield AllReduce(histogram)
-        share = selection.share
-        ops.select_update_(histogram, state, number, *rounds, share.numerator, share.denominator, selection.cap)
+        histogram = yield AllReduce(
+            ops.select_histogram(mass, segment, tie, state, number, *rounds, selection.all_lines)
+        )
+        ops.select_update_(histogram, state, number, *rounds, *budget)
     return ops.select_pack(mass, segment, tie, state, selection.all_lines)
 
 

@@ -19,7 +19,7 @@ native.LIBRARY = pathlib.Path(sys.argv[1])
 q = torch.randn(1, 128, 2, 64, device="cuda", dtype=torch.bfloat16)
 for kernel in ("sm80", "sm90", "auto"):
     try:
-        mtraining_attention(q, q, q, config=MTrainingConfig(kernel=kernel))
+        mtraining_attention(q, q, q, config=MTrainingConfig(kernel=kernel, dense=True))
         print(kernel, "ran")
     except RuntimeError as error:
         print(kernel, "refused:", error)

@@ -17,7 +17,7 @@ LAYERS = (
     {"comm", "metrics"},
     {"policies", "estimate", "ring"},
     {"ring_op", "attention", "testing", "recall"},
-    {"integration", "launch", "startup_hook", "opt_in", "cli"},
+    {"integration", "launch", "startup_hook", "opt_in", "cli", "bridge"},
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 TOP = len(LAYERS) - 1
