@@ -203,7 +203,7 @@ def activate(args: argparse.Namespace, parsed: Parsed) -> None:
         plan=plan_from_args(args, parsed.config),
         steps_done=steps_done,
         guard=guard.guard_from_args(args, parsed.config),
-        dump=dumping.dump_from_args(args),
+        dump=dumping.dump_from_args(args, parsed.config),
     )
     runtime.use(state)
     put_in_place(args.context_parallel_size)
