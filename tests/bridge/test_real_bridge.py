@@ -103,6 +103,27 @@ def test_a_recipe_is_what_its_name_says(bridge: Any, name: str) -> None:
     assert f"{seq_length // 1024}k" in name
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_bridge_takes_a_recipe_at_its_size(
+    bridge: Any, name: str, no_nvte: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Bridge's own validation of everything together, as on that many GPUs; and our own refusals."""
+    from megatron.bridge.training import config
+
+    from megatron_mtraining.bridge import install, recipes
+
+    _, cp, tp = RECIPES[name]
+    monkeypatch.setenv("WORLD_SIZE", str(cp * tp))
+    cfg = getattr(recipes, name)()
+    cfg.env_vars = {}
+    cfg.checkpoint.pretrained_checkpoint = str(tmp_path)
+    cfg.model.apply_rope_fusion = False  # needs Transformer Engine
+    install()
+    config.runtime_config_update(cfg)
+    assert cfg.data_parallel_size == 1
+    assert cfg.model.bf16
+
+
 def test_no_recipe_is_untested(bridge: Any) -> None:
     from megatron_mtraining.bridge import recipes
 
