@@ -343,3 +343,33 @@ def test_a_model_of_either_kind_is_swapped(kind: str, tiny: Any, one_rank: None,
         assert [type(core) for core in built] == [MTrainingCoreAttention] * 2
     finally:
         end_use()
+
+
+def test_evaluation_on_other_ranks_rebinds_the_group(
+    tiny: Any, one_rank: None, on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bridge exchanges process groups for evaluation; attention must ask for its group at each call."""
+    from types import SimpleNamespace
+
+    from megatron.bridge.training.eval_context_parallel_rebinding import eval_cp_context
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from megatron_mtraining.bridge.hook import end_use
+
+    monkeypatch.setattr(transformer_engine, "TEDotProductAttention", type("NotInstalled", (torch.nn.Module,), {}))
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    tiny.model.finalize()
+    try:
+        models = tiny.model.provide_distributed_model(
+            wrap_with_ddp=False, use_cpu_initialization=True, pg_collection=groups
+        )
+    finally:
+        end_use()
+    core = models[0].decoder.layers[0].self_attention.core_attention
+    four = SimpleNamespace(size=lambda: 4)
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: list(range(group.size())))
+    assert core._cp_group() is None
+    with eval_cp_context(models, SimpleNamespace(cp=four), groups):
+        assert core._cp_group() is four
+    assert core._cp_group() is None
