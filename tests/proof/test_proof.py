@@ -12,8 +12,12 @@ import pytest
 import torch
 
 from benchmarks.proof.corpus import split
+from benchmarks.proof.estimators import ProbeView, joint, spread_rows
+from benchmarks.proof.mass import attention_rows, block_row_mass, kept_share
 from benchmarks.proof.smollm import half_rotation, read_weights
+from benchmarks.proof.summary import summarize
 from benchmarks.proof.tasks import DIGITS, TASKS, Phrases, make_sample, make_samples, training_sequence
+from megatron_mtraining import MTrainingConfig, estimate_index
 
 from .conftest import DIM, HEADS, HIDDEN
 
@@ -71,6 +75,52 @@ def test_index_study_covers_every_family(results, folder):
     }
     assert all(0 < line["recall"] <= 1.0001 and 0 < line["density"] <= 1.2501 for line in lines)
     assert all(line["recall"] > 0.9 for line in lines if line["family"] == "paper" and line["budget"] == 0.98)
+
+
+def random_layer(seq=512, heads=3):
+    torch.manual_seed(0)
+    drift = torch.randn(1, seq, 1, 32).cumsum(1) / 12
+    return torch.randn(1, seq, heads, 32) + drift, torch.randn(1, seq, 1, 32) + drift
+
+
+@pytest.mark.parametrize("choose", ["library", "joint"])
+def test_kept_share_is_that_of_the_mask(choose):
+    q, k = random_layer()
+    view = ProbeView.make(q, k, spread_rows(512, 64, q.device), 0.2)
+    index = (
+        joint(view, 0.8)
+        if choose == "joint"
+        else estimate_index(q, k, config=MTrainingConfig(top_p=0.7), softmax_scale=0.2)
+    )
+    attention = attention_rows(q, k, torch.arange(512), 0.2)
+    expected = (attention * index.to_mask()[0]).sum((1, 2)) / attention.sum((1, 2))
+    torch.testing.assert_close(kept_share(index, block_row_mass(q, k, 0.2)), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9, 0.98])
+def test_the_joint_budget_holds_its_share_of_the_probes(share):
+    q, k = random_layer()
+    rows = spread_rows(512, 64, q.device)
+    view = ProbeView.make(q, k, rows, 0.2)
+    index = joint(view, share)
+    attention = attention_rows(q, k, rows, 0.2)
+    held = (attention * index.to_mask()[0][:, rows]).sum((1, 2)) / attention.sum((1, 2))
+    assert (held >= share - 1e-4).all()
+    assert (index.pairs() <= joint(view, 0.999).pairs()).all(), "a smaller share costs more"
+    assert joint(view, 0.5).pairs().sum() < joint(view, 0.999).pairs().sum(), "the budget is no bound at all"
+
+
+def test_summary_pairs_by_seed(results, folder):
+    (folder / "one" / "training").mkdir(parents=True)
+    for path in (folder / "out").glob("*-seed3-256.jsonl"):
+        (folder / "one" / "training" / path.name).write_text(path.read_text())
+    found = summarize(folder)
+    ours, dense = (results[name] for name in ("top-p-0.95", "dense"))
+    losses = [next(line["valid"]["loss"] for line in lines if line.get("attention") == how) for lines, how in
+              ((ours, "top-p-0.95"), (dense, "dense"))]  # fmt: skip
+    gap = found["gap_to_dense_held_out"]["top-p-0.95"]["own attention"]["values"]
+    assert gap == [pytest.approx(losses[0] - losses[1], abs=1e-5)]
+    assert {cell["count"] for cell in found["retrieval"]} == {2, 3}
 
 
 def test_permutation_matches_both_rotations():

@@ -1,0 +1,171 @@
+"""The pictures of docs/proof.md from the raw results.
+
+python -m benchmarks.proof.plots --runs FOLDER --index FILE.jsonl --premises FOLDER --output docs/images
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from matplotlib.colors import LogNorm
+
+from benchmarks.proof.summary import Run, load_runs
+
+COLORS = dict(
+    zip(
+        ("dense", "top-p-0.95", "top-p-0.90", "joint-0.95", "moba", "xattention-0.90"),
+        ("black", "#1f5fa8", "#7fb2e5", "#c8553d", "#3a7d44", "#7b4b94"),
+        strict=True,
+    )
+)
+STYLES = {"paper": "-", "spread + joint": "-"}
+
+
+def _save(figure: Any, path: Path) -> None:
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+def _by_variant(runs: list[Run]) -> dict[str, list[Run]]:
+    found: dict[str, list[Run]] = defaultdict(list)
+    for run in runs:
+        found[run.variant].append(run)
+    return found
+
+
+def draw_training(runs: list[Run], path: Path) -> None:
+    """Training loss, paired difference to dense, and held-out loss by position; means over the seeds."""
+    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(16, 4.4), layout="constrained")
+    by = _by_variant(runs)
+    dense = {run.seed: np.array([s["loss"] for s in run.steps]) for run in by["dense"]}
+    for name, found in by.items():
+        paired = [run for run in found if run.seed in dense]
+        losses = np.array([[s["loss"] for s in run.steps] for run in paired])
+        color = COLORS.get(name)
+        left.plot(losses.mean(0), color=color, label=f"{name} (seeds: {len(paired)})")
+        if name != "dense":
+            middle.plot((losses - [dense[run.seed] for run in paired]).mean(0), color=color, label=name)
+        position = np.mean([run.valid[run.own]["by_position"] for run in paired], 0)
+        base = np.mean([r.valid["dense"]["by_position"] for r in by["dense"] if r.seed in {p.seed for p in paired}], 0)
+        if name != "dense":
+            right.plot(
+                (np.arange(len(position)) + 0.5) * paired[0].length / len(position) / 1024,
+                position - base,
+                color=color,
+                label=name,
+            )
+    left.set(title="training loss", xlabel="step of 32K tokens", ylabel="nats")
+    middle.set(title="training loss less dense's on the same batch", xlabel="step", ylabel="nats")
+    right.set(title="held-out loss less dense's by position", xlabel="position (K tokens)", ylabel="nats")
+    for axes in (left, middle, right):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    middle.axhline(0, color="black", linewidth=0.8)
+    right.axhline(0, color="black", linewidth=0.8)
+    _save(figure, path)
+
+
+def draw_density(runs: list[Run], path: Path) -> None:
+    """Density of each layer over the steps, one panel a variant (seed 0)."""
+    chosen = [run for run in runs if run.density is not None and run.seed == 0]
+    figure, panels = pyplot.subplots(
+        1, len(chosen), figsize=(4.2 * len(chosen), 4), layout="constrained", squeeze=False
+    )
+    for run, axes in zip(chosen, panels[0], strict=True):
+        table = np.array([step["density_by_layer"] for step in run.steps]).T
+        extent = (0, table.shape[1], table.shape[0] + 0.5, 0.5)
+        image = axes.imshow(table, aspect="auto", cmap="viridis", vmin=0, vmax=0.6, extent=extent)
+        axes.set(title=f"{run.variant}: mean {table[:, -1].mean():.2f} at the end", xlabel="step", ylabel="layer")
+    figure.colorbar(image, ax=list(panels[0]), label="computed pairs / causal pairs")
+    _save(figure, path)
+
+
+def recall_at(lines: list[dict[str, Any]], density: float) -> float:
+    """Recall at a density, interpolated along a family's curve; NaN outside of it."""
+    x, y = zip(*sorted((line["density"], line["recall"]) for line in lines), strict=True)
+    return float(np.interp(density, x, y, left=np.nan, right=np.nan))
+
+
+def draw_index(path_in: Path, path: Path, density: float = 0.1) -> None:
+    """Recall against density, mean over the layers, and recall of each layer at one density."""
+    lines = [json.loads(line) for line in path_in.read_text().splitlines()]
+    table: dict[str, dict[int, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for line in lines:
+        table[line["family"]][line["layer"]].append(line)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
+    colors = pyplot.get_cmap("tab10")
+    for number, (family, layers) in enumerate(table.items()):
+        if family.endswith("probes") and family.startswith("spread"):
+            continue
+        budgets: dict[float, list[tuple[float, float]]] = defaultdict(list)
+        for found in layers.values():
+            for line in found:
+                budgets[line["budget"]].append((line["density"], line["recall"]))
+        curve = np.array([np.mean(points, 0) for _, points in sorted(budgets.items())])
+        width = 2.6 if family in STYLES else 1.2
+        left.plot(
+            curve[:, 0], curve[:, 1], "o-", color=colors(number % 10), linewidth=width, markersize=3, label=family
+        )
+        at = [recall_at(layers[layer], density) for layer in sorted(layers)]
+        right.plot(sorted(layers), at, "o-", color=colors(number % 10), linewidth=width, markersize=3, label=family)
+    left.set(xlabel="density (computed pairs / causal pairs)", ylabel="recall of the attention mass", xlim=(0, 0.8))
+    left.set(ylim=(0.4, 1.005), title="mean over layers")
+    right.set(xlabel="layer", ylabel="recall", title=f"each layer at density {density}")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    left.legend(fontsize=8)
+    _save(figure, path)
+
+
+def draw_premises(folder: Path, path: Path) -> None:
+    """One head of some layers: its attention, its |dL/dS|, and the mean score by distance beside the prediction."""
+    data = np.load(folder / "premises-heads.npz")
+    layers = sorted({int(name.split("-")[1]) for name in data.files})
+    figure, panels = pyplot.subplots(3, len(layers), figsize=(4 * len(layers), 11), layout="constrained")
+    for column, layer in enumerate(layers):
+        for row, name in enumerate(("attention", "gradient")):
+            mass = data[f"{name}-{layer}"]
+            shown = np.where(mass > 0, mass / mass.sum(), np.nan)
+            panels[row, column].imshow(shown, norm=LogNorm(1e-7, 1e-2), cmap="viridis")
+            title = "attention" if name == "attention" else "|dL/dS|"
+            panels[row, column].set(title=f"layer {layer}, head 0: {title}", xlabel="key block")
+        for name, style in (("measured", "-"), ("expected", "--")):
+            panels[2, column].plot(data[f"{name}-{layer}"], style, linewidth=1.2, label=name)
+        panels[2, column].set(title="mean score by distance", xlabel="distance (tokens)", xscale="symlog")
+        panels[2, column].legend(fontsize=8)
+        panels[2, column].grid(alpha=0.3)
+    panels[0, 0].set_ylabel("query block")
+    panels[1, 0].set_ylabel("query block")
+    _save(figure, path)
+
+
+def main() -> None:
+    """Command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=Path, help="folder of the training results")
+    parser.add_argument("--index", type=Path, help="results of the index study")
+    parser.add_argument("--premises", type=Path, help="folder that benchmarks.proof.premises wrote")
+    parser.add_argument("--output", type=Path, required=True)
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    if options.runs:
+        runs = load_runs(options.runs, "training")
+        draw_training(runs, options.output / "proof_training.png")
+        draw_density(runs, options.output / "proof_density.png")
+    if options.index:
+        draw_index(options.index, options.output / "proof_index.png")
+    if options.premises:
+        draw_premises(options.premises, options.output / "proof_premises.png")
+
+
+if __name__ == "__main__":
+    main()
