@@ -24,10 +24,10 @@ TEXT = "--tokenizer-type NullTokenizer --vocab-size 257 --make-vocab-size-divisi
 COMMON = (
     "--position-embedding-type rope --normalization RMSNorm --disable-bias-linear --attention-dropout 0 "
     "--hidden-dropout 0 --micro-batch-size 1 --lr 6e-4 --min-lr 6e-5 --lr-decay-style cosine --weight-decay 0.01 "
-    "--clip-grad 1.0 --adam-beta2 0.95 --init-method-std 0.02 --use-cpu-initialization --bf16 --log-interval 1 "
+    "--clip-grad 1.0 --adam-beta2 0.95 --init-method-std 0.02 --bf16 --log-interval 1 "
     "--eval-interval 1000 --eval-iters 0 --no-create-attention-mask-in-dataloader --no-gradient-accumulation-fusion"
 )
-# 154 million parameters. No gated MLP: its weights would mean another model under another tensor-parallel size.
+# 154 million parameters. Tensor-parallel ranks draw their own weights, so curves compare at one tensor-parallel size.
 MODEL = (
     "--num-layers 14 --hidden-size 1024 --ffn-hidden-size 4096 --num-attention-heads 8 --group-query-attention "
     "--num-query-groups 2 --kv-channels 128"

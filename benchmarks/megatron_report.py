@@ -1,0 +1,161 @@
+"""Turns the results of `benchmarks.megatron_runs` into a summary, a table and a plot of the loss curves.
+
+python -m benchmarks.megatron_report runs.jsonl --name megatron-DATE-MACHINE [--plot docs/images/megatron_curves.png]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .megatron_runs import AFTER, CHECKS, CURVES, OLDER, SPEED
+
+PAIRS = (
+    ("dense_again", "dense"),
+    ("dense_cp2", "dense"),
+    ("p1", "dense"),
+    ("p1_cp2", "p1"),
+    ("p1_cp2", "dense_cp2"),
+    ("p1_tp2", "dense_tp2"),
+    ("p95_cp2", "p95"),
+    ("p95", "dense"),
+)
+
+
+def read(path: Path) -> dict[str, dict[str, Any]]:
+    """The runs by name; the newest of each counts."""
+    return {run["name"]: run for run in map(json.loads, path.read_text().splitlines())}
+
+
+def difference(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float] | None:
+    """How far two loss curves are apart: the largest and the mean absolute difference; None without both curves."""
+    pairs = list(zip(one["loss"], other["loss"], strict=False))
+    if not pairs or len(one["loss"]) != len(other["loss"]):
+        return None
+    gaps = [abs(a - b) for a, b in pairs]
+    return {"largest": max(gaps), "mean": statistics.fmean(gaps)}
+
+
+def step_ms(run: dict[str, Any]) -> float | None:
+    """Median time of a step after the first three."""
+    times = run["ms"][3:]
+    return statistics.median(times) if times else None
+
+
+def ended(run: dict[str, Any]) -> str:
+    """Whether a run ended well, in a word."""
+    if run["status"] == 124:
+        return "timed out"
+    return "ran" if run["status"] == 0 else f"failed ({run['status']})"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def report(runs: dict[str, dict[str, Any]]) -> str:
+    """The page."""
+    parts = []
+    gaps = []
+    for one, other in PAIRS:
+        gap = difference(runs[one], runs[other]) if one in runs and other in runs else None
+        if gap:
+            gaps.append([f"`{one}` - `{other}`", f"{gap['largest']:.2e}", f"{gap['mean']:.2e}"])
+    rows = [
+        [f"`{name}`", ended(runs[name]), _number(runs[name]["loss"], 0), _number(runs[name]["loss"], -1)]
+        for name in CURVES
+        if name in runs
+    ]
+    parts += ["## Loss curves", table(("run", "", "loss of the first step", "of the last"), rows)]
+    parts += ["Difference of two curves over all steps:", table(("curves", "largest", "mean"), gaps)]
+    timed = [
+        [
+            f"`{name}`",
+            ended(runs[name]),
+            f"{ms:.0f}" if (ms := step_ms(runs[name])) else "",
+            _number(runs[name]["loss"], -1),
+        ]
+        for name in SPEED
+        if name in runs
+    ]
+    parts += ["## One long sequence", table(("run", "", "ms a step, median", "last loss"), timed)]
+    checked = [
+        [
+            f"`{name}`", ended(runs[name]), "0.19" if name in OLDER else "main", _steps(runs[name]),
+            _number(runs[name]["loss"], -1), f"after `{AFTER[name]}`" if name in AFTER else "",
+        ]
+        for name in CHECKS
+        if name in runs
+    ]  # fmt: skip
+    parts += ["## Combinations", table(("run", "", "Megatron-LM", "steps", "last loss", ""), checked)]
+    golden = [
+        [f"`{name}`", ended(run), f"{run['seconds']:.0f}"] for name, run in runs.items() if name.startswith("gpt_")
+    ]
+    if golden:
+        parts += ["## Functional tests", table(("run", "", "seconds"), golden)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _number(values: Sequence[float | None], position: int) -> str:
+    value = values[position] if values else None
+    return "" if value is None else f"{value:.5f}"
+
+
+def _steps(run: dict[str, Any]) -> str:
+    return f"{run['steps'][0]} ... {run['steps'][-1]}" if run["steps"] else ""
+
+
+def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
+    """Loss over steps, and its distance from the dense curve."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.4), layout="constrained")
+    for name in CURVES:
+        if name not in runs or not runs[name]["loss"]:
+            continue
+        run = runs[name]
+        style = {"dashes": (4, 2)} if name.startswith("dense") else {}
+        left.plot(run["steps"], run["loss"], label=name, linewidth=1.2, **style)
+        base = "dense_tp2" if name.endswith("tp2") else "dense"  # tensor-parallel ranks draw their own weights
+        if name != base and base in runs:
+            gap = [abs(a - b) for a, b in zip(run["loss"], runs[base]["loss"], strict=False)]
+            right.plot(run["steps"][: len(gap)], gap, label=name, linewidth=1.2, **style)
+    left.set(title="training loss", xlabel="step", ylabel="cross entropy per byte (nats)")
+    right.set(title="distance from the dense run", xlabel="step", ylabel="absolute difference", yscale="log")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    """Command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("runs", type=Path, help="runs.jsonl of benchmarks.megatron_runs")
+    parser.add_argument("--name", required=True, help="of the results in benchmarks/results")
+    parser.add_argument("--title", default="Training with Megatron-LM", help="of the page")
+    parser.add_argument("--note", type=Path, help="a file with what to say first")
+    parser.add_argument("--plot", type=Path, help="draw the loss curves into this picture")
+    options = parser.parse_args()
+    runs = read(options.runs)
+    results = Path("benchmarks/results")
+    kept = [{key: value for key, value in run.items() if key != "command"} for run in runs.values()]
+    (results / f"{options.name}.json").write_text("[\n" + ",\n".join(map(json.dumps, kept)) + "\n]\n")
+    note = options.note.read_text() if options.note else ""
+    (results / f"{options.name}.md").write_text(f"# {options.title}\n\n{note}\n{report(runs)}")
+    if options.plot:
+        plot(runs, options.plot)
+
+
+if __name__ == "__main__":
+    main()
