@@ -52,8 +52,8 @@ struct TileEntry {
 };
 
 // The loader's messages to a consumer warpgroup: which stages hold its tiles, in order. A ticket is a word:
-// number << 8 | special << 4 | parity of the stage's use << 3 | stage. A stage holds at most one ticket that is not read
-// yet, and at most one kDrain follows each, so the slots never run over.
+// number << 8 | special << 4 | parity of the stage's use << 3 | stage. A stage holds at most one ticket that is not
+// read yet, and at most one kDrain follows each, so the slots never run over.
 template <int kConsumers>
 struct TicketLists {
     static constexpr uint32_t kSlots = 32;
@@ -220,8 +220,8 @@ struct TileDealer {
         ++number[w];
     }
 
-    // The next stage, once everybody let go of it. A warpgroup that got nothing since it took the tile in this stage may
-    // be waiting for its next tile with this one still in hand.
+    // The next stage, once everybody let go of it. A warpgroup that got nothing since it took the tile in this stage
+    // may be waiting for its next tile with this one still in hand.
     __device__ __forceinline__ int claim() {
         const int s = position.stage;
 #pragma unroll
@@ -329,13 +329,13 @@ struct TileReader {
     uint32_t number = 0;  // of the next ticket
 
     // The stage of the next tile of this warpgroup; kNone at the end of the row tile; kBlocked: the loader waits for a
-    // stage that this warpgroup holds. Lets go of `held`, once the tensor cores are done with it, rather than wait with it
-    // in hand.
+    // stage that this warpgroup holds. Lets go of `held`, once the tensor cores are done with it, rather than wait with
+    // it in hand.
     __device__ __forceinline__ int next(int& held) {
         const uint32_t* slot = &shared.tickets.slots[warpgroup][number % Tickets::kSlots];
         uint32_t ticket = load_acquire(slot);
-        // Votes tell the compiler that the way through the ring is the same in all lanes: then stage numbers, and the matrix
-        // descriptors made of them, live in uniform registers.
+        // Votes tell the compiler that the way through the ring is the same in all lanes: then stage numbers, and the
+        // matrix descriptors made of them, live in uniform registers.
         if (!__any_sync(0xFFFFFFFF, (ticket ^ number << 8) < 16)) {  // special, or not there yet
             if (held != kNone) {
                 wgmma_wait<0>();

@@ -157,7 +157,8 @@ __global__ __launch_bounds__(Plan::kThreads, 1) void dq_kernel(const __grid_cons
     const int warp = __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x) / 32, 0);
     if (warp < 4) {
         registers_release<Plan::kProducerRegisters>();
-        if (warp == 0 && warp_leader()) RowLoader<Plan>{params.shape, maps, shared, TileDealer<RowShared<Plan>>(shared)}.run();
+        if (warp == 0 && warp_leader())
+            RowLoader<Plan>{params.shape, maps, shared, TileDealer<RowShared<Plan>>(shared)}.run();
         if (warp == 1) RowScout<Plan>{params.shape, params.mask, shared}.run();
     } else {
         registers_acquire<Plan::kConsumerRegisters>();
