@@ -24,9 +24,9 @@ def train(folder: Path, ranks: int = 1, **job: Any) -> tuple[list[dict[str, Any]
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     command = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(port)]
+    words = json.dumps({"folder": str(folder), "context_parallel": ranks, **job})
     run = subprocess.run(
-        [sys.executable, *command, "-m", "tests.bridge.training_worker"]
-        + [json.dumps({"folder": str(folder), "context_parallel": ranks, **job})],
+        [sys.executable, *command, "-m", "tests.bridge.training_worker", words],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"},
         capture_output=True,

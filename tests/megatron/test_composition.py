@@ -40,7 +40,7 @@ SCENARIOS = {
     "hierarchical_optimizer": f"{TWO_STEPS} {CP4} --hierarchical-context-parallel-sizes 2 2 {ZERO}",
     "deterministic": f"{TWO_STEPS} {CP4} --deterministic-mode",
     "experts_dp4": EXPERTS,
-    "experts_parallel": f"{EXPERTS} {CP2} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
+    "experts_parallel": f"{EXPERTS} {CP2} --expert-model-parallel-size 2 --moe-token-dispatcher-type allgather",
     "normed_dp4": NORMED,
     "normed_cp4": f"{NORMED} {CP4}",
     "mtp_dp4": MTP,

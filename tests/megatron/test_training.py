@@ -43,7 +43,7 @@ YARN = f"--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-origina
 HYBRID = f"{ROPE} {ALL} --hybrid-layer-pattern *-*- --spec user_specs hybrid_stack_spec"
 PER_TOKEN = f"{ROPE} {ALL} --calculate-per-token-loss"
 PLAN = f"{SPARSE} --num-layers 4 --mtraining-layer-top-p 1-2:0.6 --mtraining-dense-layers 3"
-GUARDED = f"{ROPE} --mtraining-top-p 0.5 --train-iters 2 --log-interval 1 --mtraining-guard-recall 0.8"
+GUARDED = f"{ROPE} --mtraining-top-p 0.5 --train-iters 2 --log-interval 1 --mtraining-guard-recall 0.72"
 STOPPED = "--mtraining-guard-action stop --lr-decay-iters 10 --ckpt-format torch_dist --save-interval 100 --save FOLDER/stopped"
 PACKED = f"{ROPE} --mtraining-top-p 0.8 --calculate-per-token-loss --sft --train-iters 2"
 
