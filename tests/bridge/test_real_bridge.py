@@ -103,6 +103,27 @@ def test_a_recipe_is_what_its_name_says(bridge: Any, name: str) -> None:
     assert f"{seq_length // 1024}k" in name
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_bridge_takes_a_recipe_at_its_size(
+    bridge: Any, name: str, no_nvte: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Bridge's own validation of everything together, as on that many GPUs; and our own refusals."""
+    from megatron.bridge.training import config
+
+    from megatron_mtraining.bridge import install, recipes
+
+    _, cp, tp = RECIPES[name]
+    monkeypatch.setenv("WORLD_SIZE", str(cp * tp))
+    cfg = getattr(recipes, name)()
+    cfg.env_vars = {}
+    cfg.checkpoint.pretrained_checkpoint = str(tmp_path)
+    cfg.model.apply_rope_fusion = False  # needs Transformer Engine
+    install()
+    config.runtime_config_update(cfg)
+    assert cfg.data_parallel_size == 1
+    assert cfg.model.bf16
+
+
 def test_no_recipe_is_untested(bridge: Any) -> None:
     from megatron_mtraining.bridge import recipes
 
@@ -322,3 +343,33 @@ def test_a_model_of_either_kind_is_swapped(kind: str, tiny: Any, one_rank: None,
         assert [type(core) for core in built] == [MTrainingCoreAttention] * 2
     finally:
         end_use()
+
+
+def test_evaluation_on_other_ranks_rebinds_the_group(
+    tiny: Any, one_rank: None, on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bridge exchanges process groups for evaluation; attention must ask for its group at each call."""
+    from types import SimpleNamespace
+
+    from megatron.bridge.training.eval_context_parallel_rebinding import eval_cp_context
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from megatron_mtraining.bridge.hook import end_use
+
+    monkeypatch.setattr(transformer_engine, "TEDotProductAttention", type("NotInstalled", (torch.nn.Module,), {}))
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    tiny.model.finalize()
+    try:
+        models = tiny.model.provide_distributed_model(
+            wrap_with_ddp=False, use_cpu_initialization=True, pg_collection=groups
+        )
+    finally:
+        end_use()
+    core = models[0].decoder.layers[0].self_attention.core_attention
+    four = SimpleNamespace(size=lambda: 4)
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: list(range(group.size())))
+    assert core._cp_group() is None
+    with eval_cp_context(models, SimpleNamespace(cp=four), groups):
+        assert core._cp_group() is four
+    assert core._cp_group() is None
