@@ -46,6 +46,7 @@ struct KeyParams {
 template <typename Plan>
 struct KeyShared {
     static constexpr int kKeyBlocks = Plan::kKeyBlocks;
+    static constexpr int kConsumers = kKeyBlocks;
     static constexpr int kStages = Plan::kStages;
     using Entry = TileEntry<kKeyBlocks>;
     alignas(1024) uint8_t k[kKeyBlocks][Plan::kTileBytes];
@@ -59,8 +60,10 @@ struct KeyShared {
     RingBarriers<Plan::kQueue> listing;
     RingBarriers<Plan::kStages> ring;
     uint64_t keys_full[kKeyBlocks], keys_empty[kKeyBlocks];
+    TicketLists<kKeyBlocks> tickets;
 
     __device__ void init() {
+        tickets.init();
         listing.init(1);
         ring.init(4 * kKeyBlocks);
         for (int w = 0; w < kKeyBlocks; ++w) {
@@ -211,8 +214,8 @@ struct KeyLoader {
     const KeyParams& params;
     const KeyMaps& maps;
     KeyShared<Plan>& shared;
+    TileDealer<KeyShared<Plan>> dealer;
     RingPosition<Plan::kQueue> listing;
-    RingPosition<Plan::kStages> position;
     uint32_t keys_parity = 0;
     int batch = 0;
 
@@ -258,11 +261,10 @@ struct KeyLoader {
                 begin(entry.index);
                 continue;
             }
-            const int s = position.stage;
-            mbarrier_wait(&shared.ring.empty[s], position.parity ^ 1);
+            const int s = dealer.claim();
             shared.loaded[s] = entry;
             load_rows(entry, s);
-            position.advance();
+            dealer.deal(entry);
         }
     }
 };

@@ -28,6 +28,11 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(barrier)) : "memory");
 }
 
+// Arrives `count` times at once.
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier, uint32_t count) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(barrier)), "r"(count) : "memory");
+}
+
 // Arrives and announces `bytes` that TMA copies will deliver in this phase.
 __device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(barrier)), "r"(bytes)
@@ -56,6 +61,18 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
     while (!mbarrier_try_wait(barrier, parity)) {
     }
 #endif
+}
+
+// --- words in shared memory that one thread writes and others poll
+
+__device__ __forceinline__ void store_release(uint32_t* to, uint32_t value) {
+    asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(smem_address(to)), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* from) {
+    uint32_t value;
+    asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(value) : "r"(smem_address(from)) : "memory");
+    return value;
 }
 
 // --- TMA

@@ -29,7 +29,7 @@ struct RowPlan {
     static_assert(register_pool(kThreads) >= 128 * (kRowBlocks * kConsumerRegisters + kProducerRegisters));
 
     static constexpr uint32_t kTileBytes = 64 * kHeadDim * 2;    // 64 rows of one operand
-    static constexpr uint32_t kSharedLimit = 227 * 1024 - 4096;  // but queue, barriers and alignment
+    static constexpr uint32_t kSharedLimit = 227 * 1024 - 3072;  // but queue and barriers
     static constexpr int kFit = (kSharedLimit - kRowBuffers * kRowBlocks * kOperands * kTileBytes) / (2 * kTileBytes);
     static constexpr int kStages = kFit < 8 ? kFit : 8;  // of one key block and its values
     static constexpr int kQueue = 32;
@@ -51,8 +51,25 @@ struct TileEntry {
     uint64_t columns[kBlocks];  // attended slots for warpgroup w; 0: it skips the tile
 };
 
+// The loader's messages to a consumer warpgroup: which stages hold its tiles, in order. A ticket is a word:
+// number << 8 | special << 4 | parity of the stage's use << 3 | stage. A stage holds at most one ticket that is not
+// read yet, and at most one kDrain follows each, so the slots never run over.
+template <int kConsumers>
+struct TicketLists {
+    static constexpr uint32_t kSlots = 32;
+    static constexpr uint32_t kEnd = 1, kDrain = 2;  // special: the row tile ends; let go of all stages
+    uint32_t slots[kConsumers][kSlots];
+
+    __device__ void init() {
+        for (int w = 0; w < kConsumers; ++w) {
+            for (uint32_t i = 0; i < kSlots; ++i) slots[w][i] = 0xFFFFFFFF;
+        }
+    }
+};
+
 template <typename Plan>
 struct RowShared {
+    static constexpr int kConsumers = Plan::kRowBlocks;
     static constexpr int kRowBlocks = Plan::kRowBlocks;
     static constexpr int kStages = Plan::kStages;
     using Entry = TileEntry<kRowBlocks>;
@@ -64,8 +81,10 @@ struct RowShared {
     RingBarriers<Plan::kQueue> listing;
     RingBarriers<Plan::kStages> ring;
     RingBarriers<Plan::kRowBuffers> row_ring[kRowBlocks];
+    TicketLists<kRowBlocks> tickets;
 
     __device__ void init() {
+        tickets.init();
         listing.init(1);
         ring.init(4 * kRowBlocks);
         for (int w = 0; w < kRowBlocks; ++w) row_ring[w].init(4);
@@ -176,6 +195,62 @@ __device__ __forceinline__ void load_tile(const CUtensorMap* map, uint8_t* to, i
     }
 }
 
+// The loader's side of the ring: claims stages and tells the warpgroups that need a tile.
+template <typename Shared>
+struct TileDealer {
+    static constexpr int kConsumers = Shared::kConsumers;
+    using Entry = typename Shared::Entry;
+    using Tickets = TicketLists<kConsumers>;
+
+    Shared& shared;
+    RingPosition<Shared::kStages> position;
+    uint32_t number[kConsumers];  // of the next ticket
+    int last[kConsumers];         // stage of the last ticket, or -1 if the warpgroup lets go of it by itself
+
+    __device__ __forceinline__ explicit TileDealer(Shared& shared_) : shared(shared_) {
+#pragma unroll
+        for (int w = 0; w < kConsumers; ++w) {
+            number[w] = 0;
+            last[w] = -1;
+        }
+    }
+
+    __device__ __forceinline__ void push(int w, uint32_t word) {
+        store_release(&shared.tickets.slots[w][number[w] % Tickets::kSlots], number[w] << 8 | word);
+        ++number[w];
+    }
+
+    // The next stage, once everybody let go of it. A warpgroup that got nothing since it took the tile in this stage
+    // may be waiting for its next tile with this one still in hand.
+    __device__ __forceinline__ int claim() {
+        const int s = position.stage;
+#pragma unroll
+        for (int w = 0; w < kConsumers; ++w) {
+            if (last[w] != s) continue;
+            push(w, Tickets::kDrain << 4);
+            last[w] = -1;
+        }
+        mbarrier_wait(&shared.ring.empty[s], position.parity ^ 1);
+        return s;
+    }
+
+    // Hands out the claimed stage, whose copies are under way.
+    __device__ __forceinline__ void deal(const Entry& entry) {
+        const int s = position.stage;
+        const bool end = entry.chunk == Entry::kEnd;
+#pragma unroll
+        for (int w = 0; w < kConsumers; ++w) {
+            if (end || entry.columns[w] != 0) {
+                push(w, (end ? Tickets::kEnd << 4 : 0) | position.parity << 3 | s);
+                last[w] = end ? -1 : s;
+            } else {
+                mbarrier_arrive(&shared.ring.empty[s], 4);
+            }
+        }
+        position.advance();
+    }
+};
+
 // One thread: turns queue entries into copies.
 template <typename Plan>
 struct RowLoader {
@@ -185,8 +260,8 @@ struct RowLoader {
     const Shape& shape;
     const RowMaps& maps;
     RowShared<Plan>& shared;
+    TileDealer<RowShared<Plan>> dealer;
     RingPosition<Plan::kQueue> listing;
-    RingPosition<Plan::kStages> position;
     RingPosition<Plan::kRowBuffers> row_position;
     RowTile tile;
 
@@ -233,11 +308,10 @@ struct RowLoader {
                 begin(entry.index);
                 continue;
             }
-            const int s = position.stage;
-            mbarrier_wait(&shared.ring.empty[s], position.parity ^ 1);
+            const int s = dealer.claim();
             shared.loaded[s] = entry;
             load_keys(entry, s);
-            position.advance();
+            dealer.deal(entry);
         }
     }
 };
@@ -246,41 +320,50 @@ struct RowLoader {
 template <typename Shared>
 struct TileReader {
     using Entry = typename Shared::Entry;
+    using Tickets = TicketLists<Shared::kConsumers>;
 
-    static constexpr int kNone = -1, kSkipped = -2;
+    static constexpr int kNone = -1, kBlocked = -2;
 
     Shared& shared;
     int warpgroup;
-    RingPosition<Shared::kStages> position;
+    uint32_t number = 0;  // of the next ticket
 
-    // True if the stage that `next` would wait for is `held`: the loader cannot fill it before this warpgroup lets go.
-    __device__ __forceinline__ bool blocked_by(int held) const { return position.stage == held; }
-
-    // Looks at one stage: its number if this warpgroup needs the tile, kSkipped, or kNone at the end of the row tile.
-    __device__ __forceinline__ int look() {
-        const int s = position.stage;
-        mbarrier_wait(&shared.ring.full[s], position.parity);
-        position.advance();
+    // The stage of the next tile of this warpgroup; kNone at the end of the row tile; kBlocked: the loader waits for a
+    // stage that this warpgroup holds. Lets go of `held`, once the tensor cores are done with it, rather than wait with
+    // it in hand.
+    __device__ __forceinline__ int next(int& held) {
+        const uint32_t* slot = &shared.tickets.slots[warpgroup][number % Tickets::kSlots];
+        uint32_t ticket = load_acquire(slot);
         // Votes tell the compiler that the way through the ring is the same in all lanes: then stage numbers, and the
         // matrix descriptors made of them, live in uniform registers.
-        if (__any_sync(0xFFFFFFFF, columns(s) != 0)) return s;
-        const bool end = __any_sync(0xFFFFFFFF, shared.loaded[s].chunk == Entry::kEnd);
-        release(&shared.ring.empty[s]);
-        return end ? kNone : kSkipped;
-    }
-
-    // The stage of the next tile this warpgroup needs; kNone at the end of the row tile. Lets go of `held`, once the
-    // tensor cores are done with it, if it is in the way.
-    __device__ __forceinline__ int next(int& held) {
-        while (true) {
-            if (blocked_by(held)) {
+        if (!__any_sync(0xFFFFFFFF, (ticket ^ number << 8) < 16)) {  // special, or not there yet
+            if (held != kNone) {
                 wgmma_wait<0>();
                 done(held);
                 held = kNone;
             }
-            const int stage = look();
-            if (stage != kSkipped) return stage;
+            while (__any_sync(0xFFFFFFFF, (ticket ^ number << 8) >= 256)) ticket = load_acquire(slot);
         }
+        ++number;
+        const int stage = ticket & 7;
+        const uint32_t special = ticket >> 4 & 15;
+        if (__any_sync(0xFFFFFFFF, special != 0)) {
+            if (__any_sync(0xFFFFFFFF, special == Tickets::kDrain)) return kBlocked;
+            mbarrier_wait(&shared.ring.full[stage], ticket >> 3 & 1);
+            done(stage);
+            return kNone;
+        }
+        mbarrier_wait(&shared.ring.full[stage], ticket >> 3 & 1);
+        return stage;
+    }
+
+    // The same for a warpgroup that holds nothing else.
+    __device__ __forceinline__ int next_tile(int& held) {
+        int stage;
+        do {
+            stage = next(held);
+        } while (stage == kBlocked);
+        return stage;
     }
 
     __device__ __forceinline__ uint64_t columns(int stage) const { return shared.loaded[stage].columns[warpgroup]; }

@@ -193,7 +193,8 @@ __device__ __forceinline__ void quad_transpose(uint32_t (&words)[4], int lane) {
     }
 }
 
-// 64 x D tile in shared memory as A operand in registers: 4 registers a step of 16.
+// 64 x D tile in shared memory as A operand in registers: 4 registers a step of 16. When it returns the tile has been
+// read: the copy engine may write there again once the caller has said so.
 template <int kDim>
 __device__ __forceinline__ void load_operand(uint32_t tile, int thread, uint32_t (&operand)[kDim / 4]) {
     const int lane = thread % 32;
@@ -208,6 +209,7 @@ __device__ __forceinline__ void load_operand(uint32_t tile, int thread, uint32_t
                      : "r"(address)
                      : "memory");
     }
+    fence_async_proxy();
 }
 
 // --- products of whole tiles (64 rows of A; started, not waited for)

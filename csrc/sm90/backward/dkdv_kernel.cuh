@@ -54,7 +54,7 @@ struct DkdvConsumer {
     __device__ __forceinline__ void walk(Gradient& dk, Gradient& dv) {
         const uint32_t k = smem_address(shared.k[reader.warpgroup]), v = smem_address(shared.v[reader.warpgroup]);
         int held = kNone;
-        int now = reader.next(held);
+        int now = reader.next_tile(held);
         while (now != kNone) {
             const uint32_t q = smem_address(shared.q[now]), dout = smem_address(shared.dout[now]);
             float scores[32], dp[32];
@@ -82,7 +82,7 @@ struct DkdvConsumer {
             multiply_nn<T, kHeadDim>(dk, operand_ds, q);
             wgmma_commit();
             held = now;
-            const int following = reader.next(held);
+            const int following = reader.next_tile(held);
             wgmma_wait<0>();  // the tensor cores work in order: waiting here delays nothing and frees the operands
             pin(dk);
             pin(dv);
@@ -136,7 +136,8 @@ __global__ __launch_bounds__(Plan::kThreads, 1) void dkdv_kernel(const __grid_co
     const int warp = __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x) / 32, 0);
     if (warp < 4) {
         registers_release<Plan::kProducerRegisters>();
-        if (warp == 0 && warp_leader()) KeyLoader<Plan>{params, maps, shared}.run();
+        if (warp == 0 && warp_leader())
+            KeyLoader<Plan>{params, maps, shared, TileDealer<KeyShared<Plan>>(shared)}.run();
         if (warp == 1) KeyScout<Plan>{params.shape, params.mask, shared}.run();
     } else {
         registers_acquire<Plan::kConsumerRegisters>();

@@ -64,7 +64,7 @@ struct DqConsumer {
     template <typename Operand>
     __device__ __forceinline__ bool walk(const Operand& q, const Operand& dout, Gradient& dq) {
         int held = kNone;
-        int now = reader.next(held);
+        int now = reader.next_tile(held);
         if (now == kNone) return false;
         while (now != kNone) {
             float scores[32], dp[32];
@@ -89,7 +89,7 @@ struct DqConsumer {
             multiply_nn<T, kHeadDim>(dq, operand, smem_address(shared.k[now]));
             wgmma_commit();
             held = now;
-            const int following = reader.next(held);
+            const int following = reader.next_tile(held);
             wgmma_wait<0>();  // the tensor cores work in order: waiting here delays nothing and frees the operand
             pin(dq);
             reader.done(held);
@@ -157,7 +157,8 @@ __global__ __launch_bounds__(Plan::kThreads, 1) void dq_kernel(const __grid_cons
     const int warp = __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x) / 32, 0);
     if (warp < 4) {
         registers_release<Plan::kProducerRegisters>();
-        if (warp == 0 && warp_leader()) RowLoader<Plan>{params.shape, maps, shared}.run();
+        if (warp == 0 && warp_leader())
+            RowLoader<Plan>{params.shape, maps, shared, TileDealer<RowShared<Plan>>(shared)}.run();
         if (warp == 1) RowScout<Plan>{params.shape, params.mask, shared}.run();
     } else {
         registers_acquire<Plan::kConsumerRegisters>();

@@ -13,7 +13,7 @@ namespace mtraining::sm90 {
 template <typename T, typename Plan>
 struct ForwardConsumer {
     static constexpr int kHeadDim = Plan::kHeadDim;
-    static constexpr int kNone = TileReader<RowShared<Plan>>::kNone, kBlocked = kNone - 2;
+    static constexpr int kNone = TileReader<RowShared<Plan>>::kNone;
     using Query = uint32_t[kHeadDim / 4];
     using Output = float[kHeadDim / 2];
 
@@ -52,21 +52,6 @@ struct ForwardConsumer {
         return rescale;
     }
 
-    // The stage of the next tile; kNone at the end of the rows. kBlocked: tile n is in the way of the loader, because
-    // so many tiles were skipped since; it must be worked off first.
-    __device__ __forceinline__ int next_tile() {
-        while (true) {
-            if (reader.blocked_by(before)) {
-                wgmma_wait<0>();
-                reader.done(before);
-                before = kNone;
-            }
-            if (reader.blocked_by(now)) return kBlocked;
-            const int stage = reader.look();
-            if (stage != reader.kSkipped) return stage;
-        }
-    }
-
     __device__ __forceinline__ void rescale_output(Output& output) {
         wgmma_wait<0>();
         pin(output);
@@ -83,7 +68,7 @@ struct ForwardConsumer {
         start_output(output, from, before);
         wgmma_wait<1>();
         reader.done(older);
-        return next_tile();
+        return reader.next(before);
     }
 
     // Starts the scores of tile n+1 in `other` and weighs tile n in `mine`.
@@ -119,13 +104,15 @@ struct ForwardConsumer {
         bool any = false;
         while (true) {
             before = now = kNone;
-            now = next_tile();
+            do {
+                now = reader.next(before);
+            } while (now == reader.kBlocked);
             if (now == kNone) return any;
             any = true;
             Buffers even, odd;
             wgmma_fence();
             start_scores(query, now, even);
-            int next = next_tile();
+            int next = reader.next(before);
             if (next < 0) {
                 wgmma_wait<0>();
                 finish(output, even);
@@ -249,7 +236,8 @@ __global__ __launch_bounds__(Plan::kThreads,
     const int warp = __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x) / 32, 0);
     if (warp < 4) {
         registers_release<Plan::kProducerRegisters>();
-        if (warp == 0 && warp_leader()) RowLoader<Plan>{params.shape, maps, shared}.run();
+        if (warp == 0 && warp_leader())
+            RowLoader<Plan>{params.shape, maps, shared, TileDealer<RowShared<Plan>>(shared)}.run();
         if (warp == 1) RowScout<Plan>{params.shape, params.mask, shared}.run();
     } else {
         registers_acquire<Plan::kConsumerRegisters>();
