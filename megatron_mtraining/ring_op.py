@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .bitmap import WORD
+from .buffers import pool
 from .comm import GroupExchange, RingGroups, drive
 from .config import MTrainingConfig
 from .documents import Documents
@@ -60,6 +61,7 @@ class Context:
             inner_size=self.inner_size,
             ops=operators(self.config.kernel, q),
             exchange=GroupExchange(self.groups) if self.groups.cp_size > 1 else None,
+            nodes=self.groups.nodes,
         )
 
 
@@ -90,7 +92,10 @@ def release(number: int) -> None:
 
 
 def forget_contexts() -> None:
-    """Forgets all contexts, and with them the process groups they hold; for when groups are destroyed."""
+    """Forgets all contexts, and with them the process groups they hold, and the rings' buffers; for when groups are
+    destroyed.
+    """
+    pool.clear()
     _numbers.clear()
     _contexts.clear()
 

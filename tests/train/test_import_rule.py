@@ -12,9 +12,9 @@ PACKAGE = ROOT / "megatron_mtraining"
 
 # The layers of docs/design.md, bottom to top. A module may import its own layer and those below.
 LAYERS = (
-    {"config", "bitmap", "layout", "documents", "schedule", "index", "budget"},
+    {"config", "bitmap", "layout", "documents", "schedule", "launches", "index", "budget"},
     {"ops"},
-    {"comm", "metrics"},
+    {"comm", "metrics", "buffers", "ring_profile"},
     {"estimate", "ring"},
     {"ring_op", "attention", "testing"},
     {"integration", "launch"},
