@@ -55,6 +55,8 @@ test-full: $(VENV)/installed
 
 test-gpu: $(VENV)/installed
 	$(BIN)/python -m pytest -m "gpu" $(PYTEST_ARGS)
+	@if ! command -v compute-sanitizer >/dev/null; then echo "compute-sanitizer not found: its checks were not run"; \
+	else PYTHON="$(abspath $(BIN))/python" OUT=build tools/gpu.sh sanitize; fi
 
 check: $(VENV)/installed
 	$(BIN)/ruff check .

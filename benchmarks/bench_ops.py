@@ -2,163 +2,186 @@
 
     python -m benchmarks.bench_ops --out benchmarks/results
 
-Rates are on useful pairs: forward ``4 * dim * pairs`` FLOPs, backward ``10 * dim * pairs`` (docs/design.md, "Cost").
+Rates are on useful pairs: forward ``4 * dim * pairs`` FLOPs, backward ``10 * dim * pairs`` (docs/design.md, "Cost"). The
+most telling measurements come first; with ``--budget`` those that no longer fit are left out and named in the results.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from benchmarks import ours, peers
-from benchmarks.problems import Problem
-from benchmarks.timing import matmul_tflops, median_ms, peak_mib
-from megatron_mtraining import Layout, VerticalSlashIndex
+from benchmarks.problems import BlockLists, Problem
+from benchmarks.rows import DENSE, Results
+from benchmarks.timing import Measured, captured, matmul_tflops, measure
+from megatron_mtraining import Layout
 from megatron_mtraining.ops import native
 
-Row = dict[str, object]
+FORWARD, BACKWARD = 4, 10
+"""FLOPs per pair and head dimension."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One group of measurements.
+
+    Attributes:
+        pairs: query-key pairs, times head dimension: what its cost is guessed from.
+    """
+
+    name: str
+    pairs: float
+    run: Callable[[], None]
+
+    @property
+    def seconds(self) -> float:
+        """A guess: warm-up and repetitions of both passes at 400 TFLOP/s, at least half a second."""
+        once = (FORWARD + BACKWARD) * self.pairs / 4e14
+        return 0.5 + once * (1 if once > 2.5 else 6 if once < 0.4 else 3)
 
 
 class Bench:
-    """Collects the rows of one run."""
+    """What one run measures."""
 
-    def __init__(self, kernels: list[str], with_peers: bool, deterministic_only: bool) -> None:
-        self.kernels, self.with_peers = kernels, with_peers
-        self.modes = (True,) if deterministic_only else (True, False)
-        self.rows: list[Row] = []
-        self.matmul = matmul_tflops()
+    def __init__(self, results: Results, kernels: list[str], impls: list[str] | None) -> None:
+        self.results, self.kernels = results, kernels
+        self.wanted = impls
+        self.held: tuple[tuple[int, ...], tuple[Tensor, ...]] | None = None
 
-    def add(self, problem: Problem, impl: str, kind: str, ms: float, flops: float, **more: object) -> None:
-        """One measurement."""
-        tflops = flops / ms / 1e9
-        row: Row = {
-            "impl": impl, "pass": kind, "seq_len": problem.seq_len, "heads": problem.heads,
-            "kv_heads": problem.kv_heads, "head_dim": problem.head_dim, "ms": round(ms, 4),
-            "tflops": round(tflops, 1), "of_matmul": round(tflops / self.matmul, 3), **more,
-        }  # fmt: skip
-        self.rows.append(row)
-        print(json.dumps(row), flush=True)
+    def wants(self, impl: str) -> bool:
+        """Whether this implementation is to be measured."""
+        return self.wanted is None or any(impl.startswith(name) for name in self.wanted)
 
-    def dense(self, problem: Problem) -> dict[str, float]:
-        """Dense peers; returns cuDNN's times."""
-        times: dict[str, float] = {}
-        pairs = problem.heads * problem.seq_len**2 / 2
-        found = dict(peers.DENSE)
-        flash4 = peers.flash4()
-        if flash4 is not None:
-            found["flash-attention-4"] = flash4
-        for impl, attend in found.items():
-            for kind, run in zip(("forward", "backward"), peers.passes(attend, *problem.tensors()), strict=True):
-                ms = median_ms(run)
-                self.add(
-                    problem, impl, kind, ms, (4 if kind == "forward" else 10) * problem.head_dim * pairs, density=1.0
-                )
-                if impl == "cudnn":
-                    times[kind] = ms
-        return times
+    def tensors(self, problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v, dout: the same for all implementations and densities of a shape, one shape at a time."""
+        shape = (problem.seq_len, problem.heads, problem.kv_heads, problem.head_dim)
+        if self.held is None or self.held[0] != shape:
+            self.held = None
+            torch.cuda.empty_cache()
+            torch.manual_seed(0)
+            self.held = (shape, problem.tensors())
+        q, k, v, dout = self.held[1]
+        return q, k, v, dout
 
-    def flex(self, problem: Problem, index: VerticalSlashIndex) -> None:
-        """FlexAttention on the slash blocks alone, an easier problem."""
-        attend, pairs = peers.flex_slash(problem, index)
-        density = round(pairs / (problem.heads * problem.seq_len**2 / 2), 4)
-        for kind, run in zip(("forward", "backward"), peers.passes(attend, *problem.tensors()), strict=True):
-            flops = (4 if kind == "forward" else 10) * problem.head_dim * pairs
-            self.add(problem, "flex-slash-128", kind, median_ms(run), flops, density=density)
+    def peer(self, problem: Problem, impl: str, attend: peers.Attend, pairs: float) -> None:
+        """Both passes of another implementation that works off ``pairs``."""
+        passes = peers.Passes(attend, self.tensors(problem))
+        density = pairs / (problem.heads * problem.seq_len**2 / 2)
+        long = (FORWARD + BACKWARD) * problem.head_dim * pairs > 1e15
+        for kind, run, factor in (("forward", passes.forward, FORWARD), ("backward", passes.backward, BACKWARD)):
+            measured = measure(run, warm_up=not long)
+            self.results.add(problem, impl, kind, measured, factor * problem.head_dim * pairs, density)
 
-    def ours(self, problem: Problem, index: VerticalSlashIndex, dense: dict[str, float]) -> None:
-        """Our operators on one rank that holds everything."""
-        q, k, v, dout = problem.tensors()
-        density = float(index.density())
-        flops = problem.head_dim * float(index.pairs().sum())
-        layout = Layout.striped(problem.seq_len, 1)
-        for kernel in self.kernels:
-            share = ours.Share(q, k[None], v[None], dout, index, layout, 0, kernel)
-            memory = peak_mib(share.forward)
-            self._row(
-                problem, f"mtraining-{kernel}", "forward", median_ms(share.forward), 4 * flops, density, dense, memory
-            )
-            share.allocate_gradients()
-            for share.deterministic in self.modes:
-                name = f"mtraining-{kernel}" + ("" if share.deterministic else "-fast")
-                memory = peak_mib(share.backward)
-                ms = median_ms(share.backward)
-                self._row(problem, name, "backward", ms, 10 * flops, density, dense, memory)
+    def dense(self, problem: Problem, impl: str) -> None:
+        """A dense implementation."""
+        self.peer(problem, impl, peers.dense()[impl], problem.heads * problem.seq_len**2 / 2)
 
-    def _row(
-        self, problem: Problem, impl: str, kind: str, ms: float, flops: float, density: float, dense: dict[str, float],
-        memory: float,
-    ) -> None:  # fmt: skip
-        more: Row = {"density": round(density, 4), "peak_mib": round(memory, 1)}
-        if kind in dense:
-            speed_up = dense[kind] / ms
-            more |= {"speed_up": round(speed_up, 2), "of_ideal": round(speed_up * density, 3)}
-        self.add(problem, impl, kind, ms, flops, **more)
+    def slash(self, problem: Problem, impl: str) -> None:
+        """An implementation over 128-blocks, on the slash blocks alone: an easier problem."""
+        lists = BlockLists.of(problem.index())
+        self.peer(problem, impl, peers.slash()[impl](lists), lists.pairs)
+
+    def ours(self, problem: Problem, kernel: str) -> None:
+        """Our operators on one rank that holds everything; backward in both modes where they differ."""
+        q, k, v, dout = self.tensors(problem)
+        index = problem.index()
+        density, flops = float(index.density()), problem.head_dim * float(index.pairs().sum())
+        share = ours.Share(q, k[None], v[None], dout, index, Layout.striped(problem.seq_len, 1), 0, kernel)
+        long = (FORWARD + BACKWARD) * flops > 1e15
+        measured = measure(share.forward, warm_up=not long)
+        self.results.add(problem, f"mtraining-{kernel}", "forward", measured, FORWARD * flops, density)
+        share.allocate_gradients()
+        for share.deterministic, suffix in ((True, ""), (False, "-fast")):
+            if suffix and (long or kernel == "sm80"):
+                continue  # the general kernels have one mode
+            measured = measure(share.backward, warm_up=not long)
+            self.results.add(problem, f"mtraining-{kernel}{suffix}", "backward", measured, BACKWARD * flops, density)
 
     def index(self, problem: Problem) -> None:
-        """Index estimation of the whole sequence: launched from Python, and as a graph (the device's time alone)."""
-        q, k, _, _ = problem.tensors()
-        flops = 3 * 2.0 * problem.heads * problem.head_dim * 64 * problem.seq_len
+        """Index estimation of the whole sequence: on an idle device, behind other work, and as a graph."""
+        q, k, _, _ = self.tensors(problem)
         kernel = self.kernels[0]  # the index kernels are the same for every target
+        flops = 3 * 2.0 * problem.heads * problem.head_dim * 64 * problem.seq_len  # three passes over the probe rows
 
-        def estimate() -> VerticalSlashIndex:
-            return ours.estimate(q, k, kernel)
+        def estimate() -> None:
+            ours.estimate(q, k, kernel)
 
-        memory = round(peak_mib(estimate), 1)
-        self.add(problem, "mtraining", "index", median_ms(estimate, repeats=20), flops, peak_mib=memory)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            estimate()
-        self.add(problem, "mtraining-graph", "index", median_ms(graph.replay, repeats=20), flops, peak_mib=memory)
+        plain = measure(estimate, repeats=20)
+        self.results.add(problem, "mtraining", "index", plain, flops, 1.0)
+        queued = measure(estimate, repeats=20, queued=True)
+        self.results.add(problem, "mtraining-queued", "index", queued, flops, 1.0, launch="queued")
+        graph = Measured(measure(captured(estimate), repeats=20).ms, plain.peak_mib)
+        self.results.add(problem, "mtraining-graph", "index", graph, flops, 1.0, launch="graph")
 
-    def share(self, problem: Problem, index: VerticalSlashIndex, cp_size: int) -> None:
+    def share(self, problem: Problem, cp_size: int, kernel: str) -> None:
         """One rank's share of a ring: real chunk shapes, all ring steps, no traffic; and the same in fewer launches."""
-        layout = Layout.striped(problem.seq_len, cp_size)
-        q, k, v, dout = problem.tensors()
-        rank = cp_size // 2
+        layout, rank, index = Layout.striped(problem.seq_len, cp_size), cp_size // 2, problem.index()
+        q, k, v, dout = self.tensors(problem)
         chunk_k, chunk_v = (torch.stack([layout.shard(x, r) for r in range(cp_size)]) for x in (k, v))
         local_q, local_dout = layout.shard(q, rank), layout.shard(dout, rank)
-        del q, k, v, dout
-        flops = problem.head_dim * share_pairs(index, layout, rank)
-        for kernel in self.kernels:
-            for per_launch in sorted({1, min(4, cp_size), cp_size}):
-                share = ours.Share(
-                    local_q, chunk_k, chunk_v, local_dout, index, layout, rank, kernel, chunks_per_launch=per_launch
-                )
-                more = {
-                    "cp_size": cp_size,
-                    "chunks_per_launch": per_launch,
-                    "density": round(float(index.density()), 4),
-                }
-                self.add(problem, f"mtraining-{kernel}", "forward", median_ms(share.forward), 4 * flops, **more)
-                share.allocate_gradients()
-                self.add(problem, f"mtraining-{kernel}", "backward", median_ms(share.backward), 10 * flops, **more)
+        flops = problem.head_dim * ours.share_pairs(index, layout, rank)
+        density = flops / problem.head_dim * cp_size / (problem.heads * problem.seq_len**2 / 2)
+        for per_launch in sorted({1, min(4, cp_size), cp_size}):
+            share = ours.Share(
+                local_q, chunk_k, chunk_v, local_dout, index, layout, rank, kernel, chunks_per_launch=per_launch
+            )
+            more: dict[str, object] = {"cp_size": cp_size, "chunks_per_launch": per_launch}
+            share.allocate_gradients()
+            for kind, run, factor in (("forward", share.forward, FORWARD), ("backward", share.backward, BACKWARD)):
+                name = f"mtraining-{kernel}"
+                self.results.add(problem, name, kind, measure(run), factor * flops, density, **more)
+                if share.launches > 4:
+                    measured = measure(captured(run))
+                    self.results.add(problem, name, kind, measured, factor * flops, density, launch="graph", **more)
 
 
-def share_pairs(index: VerticalSlashIndex, layout: Layout, rank: int) -> float:
-    """Pairs of one rank's queries: by the definitions, from the bitmaps (one document)."""
-    slash, columns = index.slash_bits()[0], index.column_bits()[0]
-    per_block = columns.unflatten(-1, (-1, 64)).sum(-1).double()
-    total = 0.0
-    for block in layout.block_position[rank].tolist():
-        kept = slash[:, : block + 1].flip(-1)  # entry j: key block j
-        total += 4096.0 * float(kept.sum()) + 64.0 * float((per_block[:, : block + 1] * ~kept).sum())
-    return total
+def plan(bench: Bench, args: argparse.Namespace) -> Iterator[Task]:
+    """All measurements, the most telling first."""
+    shapes = [Problem(seq_len, *map(int, heads.split("/"))) for heads in args.heads for seq_len in args.seq_lens]
+    headline = next((x for x in shapes if x.seq_len == 131072), shapes[0])
+    longest = Problem(max(args.seq_lens), headline.heads, headline.kv_heads, headline.head_dim)
+    rest = sorted((x for x in shapes if x != headline), key=lambda x: (x.seq_len, x.heads != headline.heads))
+    yield from shape_tasks(bench, headline, args, first=True)
+    for cp_size in args.cp_sizes:
+        for kernel in bench.kernels:
+            pairs = 3 * 0.06 * longest.heads * longest.head_dim * longest.seq_len**2 / 2 / cp_size
+            run = lambda c=cp_size, k=kernel: bench.share(longest, c, k)  # noqa: E731
+            yield Task(f"share of W={cp_size} {kernel}", pairs, run)
+    yield from shape_tasks(bench, headline, args, first=False)
+    for shape in rest:
+        yield from shape_tasks(bench, shape, args, first=True)
+    for shape in rest:
+        yield from shape_tasks(bench, shape, args, first=False)
 
 
-def markdown(rows: list[Row], header: str) -> str:
-    """All rows as one table."""
-    keys = (
-        "seq_len", "heads", "kv_heads", "head_dim", "density", "cp_size", "chunks_per_launch", "impl", "pass", "ms",
-        "tflops", "of_matmul", "speed_up", "of_ideal", "peak_mib",
-    )  # fmt: skip
-    lines = [header, "", "| " + " | ".join(keys) + " |", "|" + "---|" * len(keys)]
-    lines += ["| " + " | ".join(str(row.get(key, "")) for key in keys) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
+def shape_tasks(bench: Bench, shape: Problem, args: argparse.Namespace, first: bool) -> Iterator[Task]:
+    """Of one shape: dense attention, the index and the first density; or what is left."""
+    size = f"{shape.seq_len} {shape.heads}/{shape.kv_heads}/{shape.head_dim}"
+    whole = shape.heads * shape.head_dim * shape.seq_len**2 / 2
+    if first:
+        for impl in (DENSE, *(x for x in peers.dense() if x != DENSE)):
+            if bench.wants(impl) and (impl != "flash-attention-2" or shape.seq_len <= args.longest_slow):
+                yield Task(f"{impl} {size}", whole, lambda impl=impl: bench.dense(shape, impl))
+        if bench.wants("mtraining"):
+            yield Task(f"index {size}", 0.0, lambda: bench.index(shape))
+    for density in args.densities[:1] if first else args.densities[1:]:
+        problem = replace(shape, density=density or None)
+        pairs = whole * (density or 0.06)
+        for kernel in bench.kernels if bench.wants("mtraining") else ():
+            run = lambda p=problem, k=kernel: bench.ours(p, k)  # noqa: E731
+            yield Task(f"{kernel} {size} at {density or 'the reference density'}", pairs, run)
+        for impl in peers.slash() if density < 1 else ():
+            if bench.wants(impl) and (impl != "flex-slash-128" or shape.seq_len <= args.longest_slow):
+                yield Task(f"{impl} {size} at {density}", pairs, lambda p=problem, i=impl: bench.slash(p, i))
 
 
 def arguments() -> argparse.Namespace:
@@ -173,66 +196,38 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--kernels", nargs="+", default=None, help="sm80, sm90 (default: all that run here)")
     parser.add_argument("--cp-sizes", type=int, nargs="*", default=[8, 32], help="shares of one rank, longest seq_len")
+    parser.add_argument("--impls", nargs="+", default=None, help="only implementations whose names begin so")
     parser.add_argument(
-        "--longest-dense", type=int, default=131072, help="longest sequence for the other implementations"
+        "--longest-slow", type=int, default=131072, help="longest sequence for FlashAttention-2 and FlexAttention"
     )
-    parser.add_argument("--no-peers", action="store_true", help="ours alone")
-    parser.add_argument("--deterministic-only", action="store_true", help="skip the fast mode of backward")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds; what does not fit is left out")
     parser.add_argument("--out", type=Path, default=None, help="folder of the JSON and Markdown results")
     return parser.parse_args()
 
 
-def main() -> None:
-    """Runs the benchmark and writes the results."""
-    args = arguments()
+def main() -> int:
+    """Runs the benchmark; the results are written as they come."""
+    begin, args = time.perf_counter(), arguments()
     info = native.load()
     major = torch.cuda.get_device_capability()[0]
-    runs = [f"sm{a}" for a in info.architectures if (major >= 8 if a == 80 else major == 9)]
-    bench = Bench(args.kernels or runs, not args.no_peers, args.deterministic_only)
-    print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16 matmul {bench.matmul:.0f} TFLOP/s", flush=True
-    )
-    try:
-        for heads in args.heads:
-            for seq_len in args.seq_lens:
-                run_shape(bench, Problem(seq_len, *map(int, heads.split("/"))), args)
-    finally:  # what was measured before an error is kept
-        if args.out and bench.rows:
-            write(bench, args.out)
-
-
-def run_shape(bench: Bench, shape: Problem, args: argparse.Namespace) -> None:
-    """All densities of one shape."""
-    dense = bench.dense(shape) if bench.with_peers and shape.seq_len <= args.longest_dense else {}
-    bench.index(shape)
-    for density in args.densities:
-        problem = Problem(shape.seq_len, shape.heads, shape.kv_heads, shape.head_dim, density or None)
-        index = problem.index()
-        bench.ours(problem, index, dense)
-        if not density and shape.seq_len == max(args.seq_lens):
-            for cp_size in args.cp_sizes:
-                bench.share(problem, index, cp_size)
-    if dense:
-        bench.flex(shape, shape.index())
-
-
-def write(bench: Bench, folder: Path) -> None:
-    """The dated JSON and Markdown files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    date = datetime.date.today().isoformat()
-    name = f"ops-{date}-{torch.cuda.get_device_name().lower().replace(' ', '-')}"
-    options = " ".join(sys.argv[1:]).replace(str(folder), "benchmarks/results")
-    command = f"python -m benchmarks.bench_ops {options}"
-    card = {
-        "date": date, "command": command, "device": torch.cuda.get_device_name(), "torch": torch.__version__,
-        "matmul_tflops": round(bench.matmul, 1), "note": "sm80 kernels run here on Hopper, not on an A100",
-    }  # fmt: skip
-    (folder / f"{name}.json").write_text(json.dumps({**card, "rows": bench.rows}, indent=1) + "\n")
-    header = f"# Operators on {card['device']}, {date}\n\n`{command}`, torch {card['torch']}, bf16 matmul " + (
-        f"{card['matmul_tflops']} TFLOP/s in the same run. {card['note']}."
-    )
-    (folder / f"{name}.md").write_text(markdown(bench.rows, header))
+    runs = [f"sm{a}" for a in sorted(info.architectures, reverse=True) if (major >= 8 if a == 80 else major == 9)]
+    results = Results(matmul_tflops(), args.out)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16 matmul {results.matmul:.0f} TFLOP/s")
+    bench = Bench(results, args.kernels or runs, args.impls)
+    for task in plan(bench, args):
+        left = args.budget - (time.perf_counter() - begin)
+        if task.seconds > left:
+            results.skipped.append(task.name)
+            continue
+        try:
+            task.run()
+        except Exception as error:  # one implementation's failure does not cost the others' rows
+            traceback.print_exc()
+            results.failed.append(f"{task.name}: {str(error).splitlines()[0] if str(error) else repr(error)}")
+        print(f"# {task.name}: {time.perf_counter() - begin:.1f} s", flush=True)
+    results.write()
+    return 1 if results.failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

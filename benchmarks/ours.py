@@ -102,6 +102,17 @@ class Share:
                 )
 
 
+def share_pairs(index: VerticalSlashIndex, layout: Layout, rank: int) -> float:
+    """Pairs of one rank's queries: by the definitions, from the bitmaps (one document)."""
+    slash, columns = index.slash_bits()[0], index.column_bits()[0]
+    per_block = columns.unflatten(-1, (-1, 64)).sum(-1).double()
+    total = torch.zeros((), dtype=torch.float64, device=slash.device)
+    for block in layout.block_position[rank].tolist():
+        kept = slash[:, : block + 1].flip(-1)  # entry j: key block j
+        total += 4096.0 * kept.sum() + 64.0 * (per_block[:, : block + 1] * ~kept).sum()
+    return float(total)
+
+
 def estimate(q: Tensor, k: Tensor, kernel: str) -> VerticalSlashIndex:
     """The index estimation of one rank that holds the whole sequence."""
     seq_len = q.shape[1]

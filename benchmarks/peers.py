@@ -10,30 +10,33 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.problems import Problem
-from megatron_mtraining import VerticalSlashIndex
+from benchmarks.problems import BlockLists
 
-FLEX_BLOCK = 128
-
-Passes = tuple[Callable[[], object], Callable[[], object]]
+Attend = Callable[..., Tensor]
 
 
-def passes(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Passes:
-    """(forward, backward) of a function of ``[batch, heads, seq, dim]`` tensors."""
-    leaves = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
-    grad = dout.transpose(1, 2)
-    out = attend(*leaves)
+class Passes:
+    """Forward and backward of a function of ``[batch, heads, seq, dim]`` tensors."""
 
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return attend(*leaves)
+    def __init__(self, attend: Attend, tensors: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+        q, k, v, dout = tensors
+        self.attend = attend
+        self.leaves = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+        self.dout = dout.transpose(1, 2)
+        self.out: Tensor | None = None
 
-    return forward, lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
+    def forward(self) -> None:
+        """One forward pass; its graph serves the backward passes."""
+        self.out = None
+        self.out = self.attend(*self.leaves)
+
+    def backward(self) -> None:
+        """One backward pass of the last forward pass."""
+        assert self.out is not None
+        torch.autograd.grad(self.out, self.leaves, self.dout, retain_graph=True)
 
 
-def sdpa(backend: SDPBackend) -> Callable[..., Tensor]:
-    """Dense causal SDPA of one backend."""
-
+def _sdpa(backend: SDPBackend) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(backend):
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -41,48 +44,40 @@ def sdpa(backend: SDPBackend) -> Callable[..., Tensor]:
     return attend
 
 
-def flex_slash(problem: Problem, index: VerticalSlashIndex) -> tuple[Callable[..., Tensor], float]:
-    """FlexAttention over the 128-blocks that hold a slash block, and the pairs that it works off."""
+def _flex_slash(lists: BlockLists) -> Attend:
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-    blocks = problem.seq_len // FLEX_BLOCK
-    bits = index.slash_bits()[0]  # distances in 64-blocks; a 128-block pair (i, j) holds 2 (i - j) + {-1, 0, 1}
-    near = torch.nn.functional.pad(bits, (1, 1))[:, : 2 * blocks + 2]
-    active = (near[:, :-2:2] | near[:, 1:-1:2] | near[:, 2::2])[:, :blocks]
-    row = torch.arange(blocks, device="cuda")
-    distance = row[:, None] - row[None, :]
-    mask = torch.stack([head[distance.clamp(min=0)] & (distance >= 0) for head in active])
-    full = mask & (distance > 0)
-    diagonal = mask & (distance == 0)
-
-    def compact(x: Tensor) -> tuple[Tensor, Tensor]:
-        order = torch.argsort(x.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32)
-        return x.sum(-1).to(torch.int32)[None], order[None]
-
-    block_mask = BlockMask.from_kv_blocks(
-        *compact(diagonal), *compact(full), BLOCK_SIZE=FLEX_BLOCK, mask_mod=lambda b, h, q, k: q >= k
-    )
+    diagonal, full = lists.of_rows()
+    block_mask = BlockMask.from_kv_blocks(*diagonal, *full, BLOCK_SIZE=lists.block, mask_mod=lambda b, h, q, k: q >= k)
     compiled: Any = torch.compile(flex_attention, dynamic=False)
-    pairs = float(mask.sum()) * FLEX_BLOCK**2
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out: Tensor = compiled(q, k, v, block_mask=block_mask, enable_gqa=True)
         return out
 
-    return attend, pairs
-
-
-def flash4() -> Callable[..., Tensor] | None:
-    """FlashAttention-4 dense causal, where it is installed."""
-    if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
-        return None
-    from flash_attn.cute import flash_attn_func
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = flash_attn_func(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True)
-        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
-
     return attend
 
 
-DENSE = {"cudnn": sdpa(SDPBackend.CUDNN_ATTENTION), "flash-attention-2": sdpa(SDPBackend.FLASH_ATTENTION)}
+def _has_flash4() -> bool:
+    names = ("flash_attn", "flash_attn.cute", "cutlass")
+    return all(importlib.util.find_spec(name) is not None for name in names)
+
+
+def dense() -> dict[str, Attend]:
+    """The dense implementations that are there."""
+    found = {"cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION), "flash-attention-2": _sdpa(SDPBackend.FLASH_ATTENTION)}
+    if _has_flash4():
+        from benchmarks import flash4
+
+        found["flash-attention-4"] = flash4.dense
+    return found
+
+
+def slash() -> dict[str, Callable[[BlockLists], Attend]]:
+    """The implementations over 128-blocks that are there, each made for given lists."""
+    found: dict[str, Callable[[BlockLists], Attend]] = {"flex-slash-128": _flex_slash}
+    if _has_flash4():
+        from benchmarks import flash4
+
+        found["flash-attention-4-slash-128"] = flash4.slash
+    return found

@@ -1,39 +1,75 @@
-"""Timing with device events: warm-up, repetitions, median."""
+"""Timing with device events: warm-up, repetitions, median; peak memory of the same call."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
+QUEUE_CYCLES = 10_000_000
+"""Cycles of the work that a queued call waits for: about 5 ms."""
 
-def median_ms(function: Callable[[], object], repeats: int = 5, budget_ms: float = 2000.0) -> float:
-    """Median time of ``function`` in milliseconds; fewer repetitions where one alone takes long."""
-    function()
+
+@dataclass(frozen=True)
+class Measured:
+    """Median time of a call in milliseconds, and the memory that it allocates at its peak, in MiB."""
+
+    ms: float
+    peak_mib: float
+
+
+def measure(
+    function: Callable[[], object],
+    repeats: int = 5,
+    budget_ms: float = 1500.0,
+    warm_up: bool = True,
+    queued: bool = False,
+) -> Measured:
+    """Times ``function``; fewer repetitions where one alone takes long.
+
+    Args:
+        function: enqueues work on the current stream.
+        repeats: most repetitions.
+        budget_ms: no further repetition once this much was measured.
+        warm_up: one call before the first repetition. Without it the first repetition's memory is reported.
+        queued: behind some milliseconds of other work, as in a model whose launches run ahead of the device. Without it
+            the device is idle and waits for every launch.
+    """
     torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    if warm_up:
+        function()
+        torch.cuda.synchronize()
     times: list[float] = []
-    while len(times) < repeats and (len(times) < 2 or sum(times) < budget_ms):
+    while len(times) < repeats and (not times or sum(times) < budget_ms):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if queued:
+            torch.cuda._sleep(QUEUE_CYCLES)
         start.record()
         function()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
-    return statistics.median(times)
+    return Measured(statistics.median(times), (torch.cuda.max_memory_allocated() - before) / 2**20)
+
+
+def captured(function: Callable[[], object]) -> Callable[[], object]:
+    """``function`` as a CUDA graph: its kernels without the time to launch them from Python."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
 
 
 def matmul_tflops(size: int = 8192) -> float:
     """The card's own bf16 matmul rate on random data, in this run."""
     a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return 2 * size**3 / median_ms(lambda: a @ b, repeats=10) / 1e9
-
-
-def peak_mib(function: Callable[[], object]) -> float:
-    """Peak memory that ``function`` allocates on top of what is there, in MiB."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    function()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
+    return 2 * size**3 / measure(lambda: a @ b, repeats=10).ms / 1e9

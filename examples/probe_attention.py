@@ -23,7 +23,8 @@ from megatron.training.arguments import parse_and_validate_args
 from megatron.training.initialize import initialize_megatron
 from megatron.training.training import setup_model_and_optimizer
 
-from megatron_mtraining import VerticalSlashIndex, estimate_index
+from megatron_mtraining import estimate_index
+from megatron_mtraining.block_lists import Index
 from megatron_mtraining.integration.core_attention import MTrainingCoreAttention
 
 BLOCK = 64
@@ -80,7 +81,7 @@ def by_block(pairs: torch.Tensor) -> torch.Tensor:
 
 def describe(captured: dict[int, tuple[Any, Any, Any]]) -> dict[str, Any]:
     """The picture's data: the layer and head with the sparsest index."""
-    indices: dict[int, VerticalSlashIndex] = {}
+    indices: dict[int, Index] = {}
     for layer, (module, query, key) in captured.items():
         indices[layer] = estimate_index(query, key, config=module.mtraining, softmax_scale=module.softmax_scale)
     pairs = {layer: index.pairs()[0] for layer, index in indices.items()}

@@ -5,6 +5,7 @@ Megatron-LM.
 """
 
 from .attention import AttentionAux, MTrainingAttention, estimate_index, mtraining_attention
+from .block_lists import BlockListIndex
 from .config import MTrainingConfig
 from .documents import Documents
 from .index import VerticalSlashIndex
@@ -12,6 +13,7 @@ from .layout import Layout
 
 __all__ = [
     "AttentionAux",
+    "BlockListIndex",
     "Documents",
     "Layout",
     "MTrainingAttention",

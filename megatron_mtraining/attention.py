@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .block_lists import Index, index_of_words, local_index
 from .comm import RingGroups
 from .config import BLOCK, MTrainingConfig
 from .documents import Documents
 from .estimate import column_capacity
-from .index import VerticalSlashIndex
 from .layout import Layout
 from .ring_op import Context, estimate, number_of, release, ring_attention
 
@@ -28,13 +28,13 @@ class AttentionAux:
 
     Attributes:
         lse: ``[batch, heads, local_seq]``, natural log, fp32 (fp64 for fp64 inputs), not differentiable.
-        index: the kept lines.
+        index: the kept lines, or the row lists of this rank.
         layout: the placement of the sequence.
         inner_size: ranks of an inner ring.
     """
 
     lse: Tensor
-    index: VerticalSlashIndex
+    index: Index
     layout: Layout
     inner_size: int
 
@@ -50,7 +50,7 @@ def mtraining_attention(  # noqa: PLR0913 - the public interface names them all
     inner_group: dist.ProcessGroup | None = None,
     outer_group: dist.ProcessGroup | None = None,
     softmax_scale: float | None = None,
-    index: VerticalSlashIndex | None = None,
+    index: Index | None = None,
     documents: Documents | None = None,
     return_aux: bool = False,
 ) -> Any:
@@ -64,7 +64,8 @@ def mtraining_attention(  # noqa: PLR0913 - the public interface names them all
         cp_group: the context-parallel ranks; ``None``: this process has the whole sequence.
         inner_group, outer_group: both given: a hierarchical ring, inner the adjacent CP ranks, outer the strided ones.
         softmax_scale: ``head_dim ** -0.5`` if not given.
-        index: kept lines to use instead of estimating them.
+        index: what to keep instead of estimating it: lines, or row lists (:class:`BlockListIndex`) with all rows or those
+            of this rank.
         documents: documents of a packed sequence, the same for every sample; one document if not given.
         return_aux: whether to return an :class:`AttentionAux` too.
 
@@ -91,7 +92,7 @@ def attention_on_groups(
     groups: RingGroups,
     layout: Layout | None = None,
     softmax_scale: float | None = None,
-    index: VerticalSlashIndex | None = None,
+    index: Index | None = None,
     documents: Documents | None = None,
     return_aux: bool = False,
 ) -> Any:
@@ -105,13 +106,15 @@ def attention_on_groups(
     )
     words: tuple[Tensor, ...] = ()
     if index is not None:
-        index = index.keeping_diagonal()
+        index = local_index(index, context.layout, groups.cp_rank)
         words = (index.slash_words, index.column_words)
         check_words(words, q, context)
     out, lse, *found_words = attend(q, k, v, words, number_of(context))
     if not return_aux:
         return out
-    found = VerticalSlashIndex(found_words[0], found_words[1], context.documents, context.column_capacity)
+    found = index_of_words(
+        found_words[0], found_words[1], context.documents, context.column_capacity, context.row_blocks
+    )
     return out, AttentionAux(lse, found, context.layout, context.inner_size)
 
 
@@ -214,18 +217,20 @@ def estimate_index(
     cp_group: dist.ProcessGroup | None = None,
     softmax_scale: float | None = None,
     documents: Documents | None = None,
-) -> VerticalSlashIndex:
-    """Estimates the kept lines from the last queries (paper, section 3.1). Arguments as in :func:`mtraining_attention`.
+) -> Index:
+    """Estimates what is kept, by ``config.index_policy`` (paper, section 3.1). Arguments as in :func:`mtraining_attention`.
 
     Returns:
-        The index of the whole sequence; the same bits on every rank, for every number of ranks and layout.
+        The lines of the whole sequence, the same bits on every rank, for every number of ranks and layout; or, for the
+        policies that choose row by row, the row lists of this rank.
     """
     # No ring runs here, so none needs to be possible.
     config, groups = replace(config or MTrainingConfig(), ring="flat"), RingGroups(cp_group)
     context = make_context(q, k, k, config, groups, layout=layout, softmax_scale=softmax_scale, documents=documents)
     q, k = (pad_to_blocks(x.detach()) for x in (q, k))
     slash_words, column_words = estimate(q, k, number_of(context))
-    return VerticalSlashIndex(slash_words, column_words, context.documents, context.column_capacity)
+    rows = context.row_blocks
+    return index_of_words(slash_words, column_words, context.documents, context.column_capacity, rows)
 
 
 def pad_to_blocks(x: Tensor) -> Tensor:

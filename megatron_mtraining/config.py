@@ -15,6 +15,11 @@ MAX_LAST_Q = 1024
 LAYOUTS = ("striped", "zigzag", "contiguous")
 RINGS = ("auto", "flat", "hierarchical")
 KERNELS = ("auto", "reference", "sm80", "sm90")
+INDEX_POLICIES = ("top_p", "fixed", "flexprefill", "xattention", "moba")
+ROW_LIST_POLICIES = ("flexprefill", "xattention", "moba")
+"""Policies that choose blocks row by row, instead of lines for all rows."""
+
+XATTENTION_STRIDES = (4, 8, 16, 32, 64)
 VERTICAL_BACKWARDS = ("save", "gather")
 
 
@@ -34,11 +39,22 @@ class MTrainingConfig:
     top_p: float = _option(0.95, "share of the probe attention mass to keep, in (0, 1]; 1 is exactly dense")
     vertical_top_p: float | None = _option(None, "the same for vertical lines alone (unset: top_p)")
     slash_top_p: float | None = _option(None, "the same for slash lines alone (unset: top_p)")
+    index_policy: str = _option(
+        "top_p", "how the index is chosen: top_p is MTraining's, the others are published baselines", INDEX_POLICIES
+    )
     last_q: int = _option(64, "probe rows at the end of each document: a multiple of 64, at most 1024")
     max_vertical: int | None = _option(4096, "most vertical lines per head and document (unset or 'none': no cap)")
     max_slash: int | None = _option(None, "most slash lines per head and document (unset or 'none': no cap)")
     local_blocks: int = _option(1, "block distances below this are always on (at least 1)")
     sink_tokens: int = _option(0, "the first tokens of each document that are always kept as vertical lines")
+    fixed_vertical: int = _option(1000, "policy fixed: vertical lines per head and document")
+    fixed_slash: int = _option(96, "policy fixed: slash lines (block distances) per head and document")
+    flexprefill_tau: float = _option(
+        0.1, "policy flexprefill: heads whose pooled estimate is closer than this choose row by row, in [0, 1]"
+    )
+    xattention_stride: int = _option(16, "policy xattention: every how many tokens an antidiagonal is sampled: 4 to 64")
+    moba_block_size: int = _option(512, "policy moba: tokens of a gated key block: a multiple of 64")
+    moba_top_k: int = _option(12, "policy moba: gated key blocks per row, its own among them")
     stripe_size: int = _option(BLOCK, "tokens of a stripe of the striped layout: a multiple of 64")
     layout: str = _option("striped", "how the sequence is dealt to the context-parallel ranks", LAYOUTS)
     ring: str = _option("auto", "ring schedule; auto: hierarchical where inner and outer groups are there", RINGS)
@@ -63,6 +79,7 @@ class MTrainingConfig:
         self._check_int("max_slash", low=1, optional=True)
         self._check_int("local_blocks", low=1)
         self._check_int("sink_tokens", low=0)
+        self._check_policies()
         self._check_int("stripe_size", low=BLOCK, multiple=BLOCK)
         self._check_int("chunks_per_launch", low=1, optional=True)
         self._check_int("max_compact_columns", low=BLOCK, multiple=BLOCK)
@@ -72,6 +89,17 @@ class MTrainingConfig:
                 raise ValueError(f"{item.name}={getattr(self, item.name)!r}: must be one of {', '.join(choices)}")
             if item.type == "bool" and not isinstance(getattr(self, item.name), bool):
                 raise ValueError(f"{item.name}={getattr(self, item.name)!r}: must be True or False")
+
+    def _check_policies(self) -> None:
+        self._check_int("fixed_vertical", low=0)
+        self._check_int("fixed_slash", low=1)
+        self._check_int("moba_block_size", low=BLOCK, multiple=BLOCK)
+        self._check_int("moba_top_k", low=1)
+        tau, stride = self.flexprefill_tau, self.xattention_stride
+        if isinstance(tau, bool) or not isinstance(tau, (int, float)) or not 0 <= tau <= 1:
+            raise ValueError(f"flexprefill_tau={tau!r}: must be a number from 0 to 1")
+        if isinstance(stride, bool) or stride not in XATTENTION_STRIDES:
+            raise ValueError(f"xattention_stride={stride!r}: must be one of {', '.join(map(str, XATTENTION_STRIDES))}")
 
     def _check_share(self, name: str) -> None:
         value = getattr(self, name)

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .block_lists import Index
 from .buffers import pool
 from .comm import Exchange
 from .config import BLOCK, MTrainingConfig
-from .index import VerticalSlashIndex, document_table
+from .index import document_table
 from .launches import FIRST, KEPT, OWN, Launch, Move, Plan, backward_plan, chunks_per_launch, forward_plan
 from .layout import Layout
 from .ops import Operators
@@ -29,7 +30,7 @@ class RingCall:
     """What one attention call works with, besides its tensors: the same in forward and backward.
 
     Attributes:
-        index: kept lines.
+        index: kept lines, or the row lists of this rank.
         layout: placement of the sequence.
         config: options.
         scale: softmax scale.
@@ -40,7 +41,7 @@ class RingCall:
         nodes: nodes that the ranks lie on, whether or not the rings follow them.
     """
 
-    index: VerticalSlashIndex
+    index: Index
     layout: Layout
     config: MTrainingConfig
     scale: float

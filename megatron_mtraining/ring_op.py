@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from .bitmap import WORD
+from .block_lists import index_of_words
 from .buffers import pool
 from .comm import GroupExchange, RingGroups, drive
-from .config import MTrainingConfig
+from .config import ROW_LIST_POLICIES, MTrainingConfig
 from .documents import Documents
 from .estimate import estimate_steps
 from .index import VerticalSlashIndex
@@ -50,10 +51,16 @@ class Context:
     inner_size: int
     column_capacity: int
 
+    @property
+    def row_blocks(self) -> tuple[int, ...]:
+        """The global blocks of this rank's rows."""
+        return tuple(self.layout.block_position[self.groups.cp_rank].tolist())
+
     def ring_call(self, q: Tensor, slash_words: Tensor, column_words: Tensor) -> RingCall:
         """The call for inputs like ``q`` under an index."""
+        rows = self.row_blocks
         return RingCall(
-            index=VerticalSlashIndex(slash_words, column_words, self.documents, self.column_capacity),
+            index=index_of_words(slash_words, column_words, self.documents, self.column_capacity, rows),
             layout=self.layout,
             config=self.config,
             scale=self.scale,
@@ -111,7 +118,7 @@ def _context(number: int) -> Context:
 
 @torch.library.custom_op(f"{NAMESPACE}::estimate", mutates_args=())
 def estimate(q: Tensor, k: Tensor, context: int) -> tuple[Tensor, Tensor]:
-    """The kept lines: ``(slash_words, column_words)`` of :class:`VerticalSlashIndex`, on every rank."""
+    """``(slash_words, column_words)`` of the index: of lines, the same on every rank, or of the rank's row lists."""
     c = _context(context)
     if c.config.dense:
         index = VerticalSlashIndex.dense(q.shape[0], q.shape[2], c.documents, q.device)
@@ -121,16 +128,17 @@ def estimate(q: Tensor, k: Tensor, context: int) -> tuple[Tensor, Tensor]:
             aligned(q), aligned(k), config=c.config, layout=c.layout, documents=c.documents, cp_rank=c.groups.cp_rank,
             scale=c.scale, ops=operators(c.config.kernel, q),
         )  # fmt: skip
-        index = drive(steps, c.groups.cp)
-    return index.slash_words, index.column_words
+        found = drive(steps, c.groups.cp)
+    return found.slash_words, found.column_words
 
 
 @estimate.register_fake
 def _(q: Tensor, k: Tensor, context: int) -> tuple[Tensor, Tensor]:
-    blocks = _context(context).documents.num_blocks
-    shape = (q.shape[0], q.shape[2])
+    c = _context(context)
+    blocks, shape = c.documents.num_blocks, (q.shape[0], q.shape[2])
+    rows = (c.layout.local_blocks,) if c.config.index_policy in ROW_LIST_POLICIES and not c.config.dense else ()
     return (
-        q.new_empty((*shape, -(-blocks // WORD)), dtype=torch.int64),
+        q.new_empty((*shape, *rows, -(-blocks // WORD)), dtype=torch.int64),
         q.new_empty((*shape, blocks), dtype=torch.int64),
     )
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .attention import SINGLE, AttentionAux, check_words, make_context, pad_to_blocks
+from .block_lists import BlockListIndex, Index, local_index
 from .comm import Collective, Result, VirtualExchange, combine
 from .config import MTrainingConfig
 from .documents import Documents
@@ -28,7 +29,7 @@ def run_virtual(
     layout: Layout,
     config: MTrainingConfig | None = None,
     inner_size: int | None = None,
-    index: VerticalSlashIndex | None = None,
+    index: Index | None = None,
     documents: Documents | None = None,
     softmax_scale: float | None = None,
     return_aux: bool = False,
@@ -65,12 +66,21 @@ def run_virtual(
             softmax_scale=context.scale,
             check_same=True,
         )
-    index = index.keeping_diagonal()
+    index = local_index(index, whole, 0)
     check_words((index.slash_words, index.column_words), q, context)
     mailbox: dict[Any, Any] = {}
     ops = operators(config.kernel, q)
     calls = [
-        RingCall(index, layout, config, context.scale, rank, inner_size, ops, VirtualExchange(mailbox, rank))
+        RingCall(
+            local_index(index, layout, rank),
+            layout,
+            config,
+            context.scale,
+            rank,
+            inner_size,
+            ops,
+            VirtualExchange(mailbox, rank),
+        )
         for rank in range(size)
     ]
     flat = [pad_to_blocks(layout.shard(x, rank)) for x in (q, k, v) for rank in range(size)]
@@ -91,8 +101,8 @@ def estimate_virtual(
     documents: Documents | None = None,
     softmax_scale: float | None = None,
     check_same: bool = False,
-) -> VerticalSlashIndex:
-    """The index that the ranks of ``layout`` estimate together, from whole tensors.
+) -> Index:
+    """The index that the ranks of ``layout`` estimate together, from whole tensors: all lines, or all row lists.
 
     Raises:
         AssertionError: with ``check_same``, if the ranks do not agree in every bit.
@@ -117,6 +127,8 @@ def estimate_virtual(
         ]
         with exactly(q):
             indices = lockstep(steps)
+    if isinstance(indices[0], BlockListIndex):
+        return BlockListIndex.of_ranks([index for index in indices if isinstance(index, BlockListIndex)])
     for other in indices[1:] if check_same else []:
         assert torch.equal(other.slash_words, indices[0].slash_words), "ranks disagree on the slash lines"
         assert torch.equal(other.column_words, indices[0].column_words), "ranks disagree on the columns"

@@ -23,8 +23,13 @@ void set_queries(const Arguments& a, const Tensor& q, const Tensor& slash_words,
     shape->q_blocks = a.int32(q.size(1) / kBlock, "query blocks");
     shape->blocks = a.int32(doc_start.numel(), "blocks");
     mask->doc_start = a.contiguous<int32_t>(doc_start, "doc_start", ScalarType::Int, {kAny});
-    mask->slash_words = a.contiguous<int64_t>(slash_words, "slash_words", ScalarType::Long,
-                                              {q.size(0), q.size(2), (doc_start.numel() + 63) / 64});
+    const int64_t words = (doc_start.numel() + 63) / 64;
+    mask->row_lists = slash_words.dim() == 4;
+    mask->slash_words =
+        mask->row_lists ? a.contiguous<int64_t>(slash_words, "slash_words", ScalarType::Long,
+                                                {q.size(0), q.size(2), q.size(1) / kBlock, words})
+                        : a.contiguous<int64_t>(slash_words, "slash_words", ScalarType::Long,
+                                                {q.size(0), q.size(2), words});
     mask->q_blocks = a.contiguous<int32_t>(q_blocks, "q_blocks", ScalarType::Int, {q.size(1) / kBlock});
     shape->kv_heads = shape->heads;
 }
@@ -42,6 +47,7 @@ void set_keys(const Arguments& a, const Tensor& k, const Tensor& kv_blocks, Shap
 }
 
 void set_columns(const Arguments& a, const Tensor& column_list, Shape* shape, Mask* mask) {
+    check(!mask->row_lists, a.op(), ": slash_words has 4 dimensions (row lists), which take no columns");
     mask->column_list =
         a.contiguous<int32_t>(column_list, "column_list", ScalarType::Int, {shape->batch, shape->heads, kAny});
     shape->columns = a.int32(column_list.size(2), "columns");
@@ -51,7 +57,11 @@ template <typename Params, typename Sm80, typename Sm90>
 void launch(const Arguments& a, int64_t arch, const Params& params, const Sm80& sm80, const Sm90& sm90) {
     const DeviceGuard guard(a.device());
     const cudaStream_t stream = current_stream(a.device());
-    if (architecture(a.op(), arch, a.device()) == 90) {
+    // Row lists are served by the general kernels alone.
+    check(!params.mask.row_lists || arch != 90, a.op(),
+          ": slash_words has 4 dimensions (row lists), which arch=90 does not serve; use 0 or 80");
+    const int64_t wanted = params.mask.row_lists && arch == 0 ? 80 : arch;
+    if (architecture(a.op(), wanted, a.device()) == 90) {
         sm90(params, stream);
     } else {
         sm80(params, stream);

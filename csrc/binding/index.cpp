@@ -148,6 +148,25 @@ void update(Tensor histogram, Tensor state, int64_t round, int64_t digit_bits, i
     enqueue(a, select_update, p);
 }
 
+Tensor lines(Tensor mass, Tensor segment, Tensor tie, int64_t documents, int64_t digit_bits, int64_t mass_rounds,
+             int64_t tie_rounds, int64_t p_num, int64_t p_den, int64_t cap, bool all_lines) {
+    const Arguments a("select_lines", mass);
+    check(documents > 0, a.op(), ": documents=", documents, " must be positive");
+    check(mass_rounds > 0, a.op(), ": mass_rounds=", mass_rounds, " must be positive");
+    const Tensor state = new_empty(mass, {mass.size(0), mass.size(1), documents, 8});
+    const Tensor histogram = new_empty(mass, {mass.size(0), mass.size(1), documents, 2, int64_t{1} << digit_bits});
+    const Tensor words = new_empty(mass, {mass.size(0), mass.size(1), (mass.size(2) + 63) / 64});
+    SelectParams p = select_params(a, mass, segment, tie, state, all_lines);
+    set_round(a, &p, 0, digit_bits, mass_rounds, tie_rounds);
+    p.share_numerator = p_num;
+    p.share_denominator = p_den;
+    p.cap = cap;
+    p.histogram = data<int64_t>(histogram);
+    p.words = data<int64_t>(words);
+    enqueue(a, select_lines, p);
+    return words;
+}
+
 Tensor pack(Tensor mass, Tensor segment, Tensor tie, Tensor state, bool all_lines) {
     const Arguments a("select_pack", mass);
     SelectParams p = select_params(a, mass, segment, tie, state, all_lines);
@@ -230,6 +249,7 @@ STABLE_TORCH_LIBRARY_IMPL(megatron_mtraining, CUDA, m) {
     m.impl("select_histogram", TORCH_BOX(&histogram));
     m.impl("select_update_", TORCH_BOX(&update));
     m.impl("select_pack", TORCH_BOX(&pack));
+    m.impl("select_lines", TORCH_BOX(&lines));
     m.impl("list_columns", TORCH_BOX(&list));
     m.impl("gather_columns_", TORCH_BOX(&gather));
     m.impl("scatter_columns_", TORCH_BOX(&scatter));

@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kThreads) update_kernel(const __grid_constant_
     __shared__ int best;
     const int digits = 1 << p.digit_bits;
     int64_t* state = p.state + static_cast<int64_t>(blockIdx.x) * kStateFields;
-    const int64_t* histogram = p.histogram + static_cast<int64_t>(blockIdx.x) * 2 * digits;
+    int64_t* histogram = p.histogram + static_cast<int64_t>(blockIdx.x) * 2 * digits;
     const bool in_mass = p.round < p.mass_rounds;
     const int rounds = in_mass ? p.mass_rounds : p.mass_rounds + p.tie_rounds;
     const int shift = (rounds - 1 - p.round) * p.digit_bits;
@@ -241,6 +241,10 @@ __global__ void __launch_bounds__(kThreads) update_kernel(const __grid_constant_
         const Suffix count(histogram + digits, digits, scratch);
         count.narrow(digits, &best, state + (in_mass ? kCapMass : kCapTie), state + kCapAbove, shift,
                      [&](int64_t held) { return held >= p.cap; });
+    }
+    if (p.clear_histogram) {
+        __syncthreads();  // everyone has read it
+        for (int i = threadIdx.x; i < 2 * digits; i += kThreads) histogram[i] = 0;
     }
 }
 
@@ -267,11 +271,13 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const __grid_constant__ 
 
 }  // namespace
 
-void select_histogram(const SelectParams& p, cudaStream_t stream) {
-    const int64_t bins = static_cast<int64_t>(p.rows) * p.documents * 2 << p.digit_bits;
-    if (bins == 0) return;
-    check_cuda(cudaMemsetAsync(p.histogram, 0, bins * sizeof(int64_t), stream), "select_histogram: clearing");
-    if (p.lines == 0) return;
+namespace {
+
+int64_t bins(const SelectParams& p) { return static_cast<int64_t>(p.rows) * p.documents * 2 << p.digit_bits; }
+
+// Adds to the histogram.
+void add_histogram(const SelectParams& p, cudaStream_t stream) {
+    if (bins(p) == 0 || p.lines == 0) return;
     // Few enough thread blocks that each adds many lines to its own histogram before it adds that to the result.
     constexpr int kMostRowBlocks = 8;
     const int needed = (p.lines + kLinesPerBlock - 1) / kLinesPerBlock;
@@ -283,6 +289,32 @@ void select_histogram(const SelectParams& p, cudaStream_t stream) {
         histogram_kernel<false><<<grid, kHistogramThreads, 0, stream>>>(p, row_blocks);
     }
     check_cuda(cudaGetLastError(), "select_histogram");
+}
+
+void clear(int64_t* data, int64_t count, cudaStream_t stream) {
+    if (count > 0) check_cuda(cudaMemsetAsync(data, 0, count * sizeof(int64_t), stream), "selection: clearing");
+}
+
+}  // namespace
+
+void select_histogram(const SelectParams& p, cudaStream_t stream) {
+    clear(p.histogram, bins(p), stream);
+    add_histogram(p, stream);
+}
+
+void select_lines(const SelectParams& params, cudaStream_t stream) {
+    SelectParams p = params;
+    p.clear_histogram = true;
+    clear(p.state, static_cast<int64_t>(p.rows) * p.documents * kStateFields, stream);
+    clear(p.histogram, bins(p), stream);
+    // Where every line is kept and no cap cuts there is nothing to search for.
+    const int rounds = p.all_lines && p.cap < 0 ? 0 : p.mass_rounds + p.tie_rounds;
+    for (int number = 0; number < rounds; ++number) {
+        p.round = number;
+        add_histogram(p, stream);
+        select_update(p, stream);
+    }
+    select_pack(p, stream);
 }
 
 void select_update(const SelectParams& p, cudaStream_t stream) {

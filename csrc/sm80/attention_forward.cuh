@@ -125,29 +125,29 @@ struct Forward {
                 }
     }
 
-    // Raises the running maximum for these scores where it matters, and rescales sum and out with it.
+    // Raises the running maximum for these scores where it matters, and rescales sum and out with it. Each thread looks
+    // at its own columns; the four threads of a row talk only when one of them asks for a new maximum.
     __device__ __forceinline__ void update_maximum(const float (&s)[kM][8][4], float scale_log2) {
-        float grown[kM][2];
+        float top[kM][2];
         bool rescale = false;
 #pragma unroll
         for (int m = 0; m < kM; ++m)
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                float top = s[m][0][2 * r];
+                top[m][r] = maximum[m][r];
 #pragma unroll
-                for (int n = 0; n < 8; ++n) top = fmaxf(top, fmaxf(s[m][n][2 * r], s[m][n][2 * r + 1]));
-                top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-                top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-                grown[m][r] = fmaxf(top, maximum[m][r]);
-                rescale |= (grown[m][r] - maximum[m][r]) * scale_log2 > Config::kRescale;
+                for (int n = 0; n < 8; ++n) top[m][r] = fmaxf(top[m][r], fmaxf(s[m][n][2 * r], s[m][n][2 * r + 1]));
+                rescale |= (top[m][r] - maximum[m][r]) * scale_log2 > Config::kRescale;
             }
         if (!__any_sync(0xffffffffu, rescale)) return;
 #pragma unroll
         for (int m = 0; m < kM; ++m)
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const float factor = device::exp2_fast((maximum[m][r] - grown[m][r]) * scale_log2);
-                maximum[m][r] = grown[m][r];
+                float grown = fmaxf(top[m][r], __shfl_xor_sync(0xffffffffu, top[m][r], 1));
+                grown = fmaxf(grown, __shfl_xor_sync(0xffffffffu, grown, 2));
+                const float factor = device::exp2_fast((maximum[m][r] - grown) * scale_log2);
+                maximum[m][r] = grown;
                 sum[m][r] *= factor;
 #pragma unroll
                 for (int n = 0; n < D / 8; ++n) {

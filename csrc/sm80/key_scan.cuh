@@ -10,9 +10,8 @@ template <int kWarps, bool kColumns>
 struct KeyScan {
     using List = WorkList<kWarps>;
 
-    const int64_t* words;  // slash bits of the first query head of the group
+    SlashBits bits;  // of the first query head of the group
     const Mask& mask;
-    int words_per_head;
     int q_blocks;
     int candidates;               // query blocks times heads of the group
     int key_block;                // global; not used for columns
@@ -22,10 +21,8 @@ struct KeyScan {
     // Refills the list and moves `position` on; 0 when nothing is left. All threads call it.
     __device__ static __forceinline__ int fill(List& list, const Shape& shape, const Mask& mask, int first_batch_head,
                                                int group, int key_block, const int32_t* column_block, int& position) {
-        const int words_per_head = (shape.blocks + 63) / 64;
-        KeyScan scan{mask.slash_words + static_cast<int64_t>(first_batch_head) * words_per_head,
+        KeyScan scan{SlashBits(shape, mask, first_batch_head),
                      mask,
-                     words_per_head,
                      shape.q_blocks,
                      shape.q_blocks * group,
                      key_block,
@@ -55,9 +52,9 @@ private:
                 const int q_block = e - member * q_blocks;
                 const int block = __ldg(mask.q_blocks + q_block);
                 const int document = __ldg(mask.doc_start + block);
-                const int64_t* bits = words + static_cast<int64_t>(member) * words_per_head;
-                masks[u] = kColumns ? allowed_columns(bits, block, document)
-                                    : (allowed_block(bits, block, document) ? device::kAllRows : 0);
+                const int64_t* row = bits.row(mask, member, q_block);
+                masks[u] = kColumns ? allowed_columns(row, block, document)
+                                    : (allowed_block(row, block, document) ? device::kAllRows : 0);
                 active[u] = masks[u] != 0;
                 codes[u] = Item::encode(q_block, member, !kColumns && block == key_block, kColumns);
             }
@@ -66,15 +63,16 @@ private:
         return list.append(count, active, codes, masks);
     }
 
-    __device__ __forceinline__ bool allowed_block(const int64_t* bits, int block, int document) const {
-        return key_block <= block && key_block >= document && test_bit(bits, document + block - key_block);
+    __device__ __forceinline__ bool allowed_block(const int64_t* row, int block, int document) const {
+        return key_block <= block && key_block >= document &&
+               test_bit(row, SlashBits::bit(mask, block, document, block - key_block));
     }
 
-    __device__ __forceinline__ uint64_t allowed_columns(const int64_t* bits, int block, int document) const {
+    __device__ __forceinline__ uint64_t allowed_columns(const int64_t* row, int block, int document) const {
         uint64_t result = 0;
         for (int c = 0; c < kBlock; ++c) {
             const int other = column_block[c];  // -1 lies before every document
-            if (other < block && other >= document && !test_bit(bits, document + block - other)) {
+            if (other < block && other >= document && !test_bit(row, document + block - other)) {
                 result |= uint64_t{1} << c;
             }
         }

@@ -116,12 +116,33 @@ __device__ __forceinline__ bool test_bit(const int64_t* words, int position) {
     return (static_cast<uint64_t>(__ldg(words + (position >> 6))) >> (position & 63)) & 1;
 }
 
+// The rows of the bitmap that the query blocks of some heads look into.
+struct SlashBits {
+    const int64_t* words;
+    int row_words;
+    int head_rows;  // q_blocks with row lists, otherwise 1: one row for all query blocks of a head
+
+    __device__ __forceinline__ SlashBits(const Shape& shape, const Mask& mask, int batch_head)
+        : row_words((shape.blocks + 63) / 64), head_rows(mask.row_lists ? shape.q_blocks : 1) {
+        words = mask.slash_words + static_cast<int64_t>(batch_head) * head_rows * row_words;
+    }
+    // The row of a query block of the head `member` heads further on.
+    __device__ __forceinline__ const int64_t* row(const Mask& mask, int member, int q_block) const {
+        return words + (static_cast<int64_t>(member) * head_rows + (mask.row_lists ? q_block : 0)) * row_words;
+    }
+    // The bit of a key block `distance` before a query block, whose document begins at block `document`.
+    __device__ static __forceinline__ int bit(const Mask& mask, int block, int document, int distance) {
+        return mask.row_lists ? block - distance : document + distance;
+    }
+};
+
 // The key blocks and column tiles that one query block meets, in table order, columns last.
 template <int kWarps>
 struct QueryScan {
     using List = WorkList<kWarps>;
 
-    const int64_t* words;      // slash bits of (batch, head)
+    const Mask& mask;
+    const int64_t* words;      // slash bits of this query block
     const int32_t* kv_blocks;  // [chunks * kv_blocks]
     const int32_t* columns;    // column list of (batch, head)
     int block;                 // global query block
@@ -132,7 +153,8 @@ struct QueryScan {
     int position;  // candidates tested, then candidates + column tiles tested
 
     __device__ QueryScan(const Shape& shape, const Mask& mask, int batch_head, int q_block, int start)
-        : words(mask.slash_words + static_cast<int64_t>(batch_head) * ((shape.blocks + 63) / 64)),
+        : mask(mask),
+          words(SlashBits(shape, mask, batch_head).row(mask, 0, q_block)),
           kv_blocks(mask.kv_blocks),
           columns(mask.column_list + static_cast<int64_t>(batch_head) * shape.columns),
           block(__ldg(mask.q_blocks + q_block)),
@@ -182,7 +204,7 @@ private:
         for (int u = 0; u < kUnroll; ++u) {
             // At or before the query block and not before its document: the same document.
             active[u] = distance[u] >= 0 && distance[u] <= block - document;
-            if (active[u]) active[u] = test_bit(words, document + distance[u]);
+            if (active[u]) active[u] = test_bit(words, SlashBits::bit(mask, block, document, distance[u]));
         }
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u) {

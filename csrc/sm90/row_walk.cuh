@@ -261,8 +261,10 @@ struct TileReader {
         const int s = position.stage;
         mbarrier_wait(&shared.ring.full[s], position.parity);
         position.advance();
-        if (columns(s) != 0) return s;
-        const bool end = shared.loaded[s].chunk == Entry::kEnd;
+        // Votes tell the compiler that the way through the ring is the same in all lanes: then stage numbers, and the
+        // matrix descriptors made of them, live in uniform registers.
+        if (__any_sync(0xFFFFFFFF, columns(s) != 0)) return s;
+        const bool end = __any_sync(0xFFFFFFFF, shared.loaded[s].chunk == Entry::kEnd);
         release(&shared.ring.empty[s]);
         return end ? kNone : kSkipped;
     }

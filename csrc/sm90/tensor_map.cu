@@ -12,8 +12,13 @@ using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
 EncodeTiled find_encode() {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-    check_cuda(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found),
-               "looking up cuTensorMapEncodeTiled");
+#if CUDART_VERSION >= 12050
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+#else
+    const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found);
+#endif
+    check_cuda(error, "looking up cuTensorMapEncodeTiled");
     check(found == cudaDriverEntryPointSuccess && function != nullptr,
           "the CUDA driver has no cuTensorMapEncodeTiled: a driver for CUDA >= 12.0 is needed");
     return reinterpret_cast<EncodeTiled>(function);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -13,62 +14,108 @@ from megatron_mtraining.config import BLOCK
 from megatron_mtraining.layout import Layout
 
 
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Where a sequence lies, in units of any number of tokens (a :class:`Layout` has units of 64).
+
+    Attributes:
+        unit: tokens of a unit.
+        table: int64 ``[cp_size, local_units]``, the number in the sequence of each rank's units (on the CPU).
+    """
+
+    unit: int
+    table: Tensor
+
+    @classmethod
+    @lru_cache(maxsize=64)
+    def of(cls, layout: Layout) -> Placement:
+        """That of a layout; the same object for equal ones."""
+        return cls(BLOCK, layout.block_position.long())
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of the whole sequence."""
+        return self.unit * self.table.numel()
+
+    def in_units(self, unit: int) -> Tensor:
+        """The table for smaller units, of which each of its own is a whole number."""
+        times = self.unit // unit
+        return (self.table[..., None] * times + torch.arange(times)).flatten(1)
+
+    def is_same(self, other: Placement) -> bool:
+        """Whether every token lies in the same place."""
+        unit = math.gcd(self.unit, other.unit)
+        return self.table.shape[0] == other.table.shape[0] and torch.equal(self.in_units(unit), other.in_units(unit))
+
+
 @dataclass(frozen=True)
 class Route:
     """What one rank sends and receives to get from one layout to another.
 
     Attributes:
-        send_order: int64 ``[local_blocks]``, its blocks in the source layout, grouped by the rank they go to.
-        send_counts: blocks for each rank.
-        receive_order: int64 ``[local_blocks]``, for each block in the target layout, where it is among those received.
-        receive_counts: blocks from each rank.
+        unit: tokens that travel together.
+        send_order: int64 ``[local_units]``, its units in the source layout, grouped by the rank they go to.
+        send_counts: units for each rank.
+        receive_order: int64 ``[local_units]``, for each unit in the target layout, where it is among those received.
+        receive_counts: units from each rank.
     """
 
+    unit: int
     send_order: Tensor
     send_counts: tuple[int, ...]
     receive_order: Tensor
     receive_counts: tuple[int, ...]
 
 
-def plan_route(source: Layout, target: Layout, cp_rank: int) -> Route:
-    """The route of ``cp_rank``'s blocks from ``source`` to ``target``.
+def plan_route(source: Placement, target: Placement, cp_rank: int) -> Route:
+    """The route of ``cp_rank``'s units from ``source`` to ``target``.
 
-    Blocks travel in the order in which the sender holds them, so that both ends know the order without talking.
+    Units travel in the order in which the sender holds them, so that both ends know the order without talking.
 
     Raises:
-        ValueError: if the layouts are not of the same sequence over the same ranks.
+        ValueError: if the placements are not of the same sequence over the same ranks.
     """
-    if (source.seq_len, source.cp_size) != (target.seq_len, target.cp_size):
-        raise ValueError(f"{source} and {target} are layouts of different sequences")
-    new_owner = target.inverse("cpu").long() // target.local_blocks
-    mine = source.block_position[cp_rank].long()
-    wanted = target.block_position[cp_rank].long()
-    arrivals = [
-        blocks[new_owner[blocks] == cp_rank]
-        for blocks in (source.block_position[rank].long() for rank in range(source.cp_size))
-    ]
+    cp_size = source.table.shape[0]
+    if source.seq_len != target.seq_len or cp_size != target.table.shape[0]:
+        raise ValueError(
+            f"placements of different sequences: {source.seq_len} tokens on {cp_size} ranks and {target.seq_len} tokens on "
+            f"{target.table.shape[0]} ranks"
+        )
+    unit = math.gcd(source.unit, target.unit)
+    held, wanted = source.in_units(unit), target.in_units(unit)
+    new_owner = torch.empty(held.numel(), dtype=torch.int64)
+    new_owner[wanted.flatten()] = torch.arange(cp_size).repeat_interleave(wanted.shape[1])
+    mine = held[cp_rank]
+    arrivals = [units[new_owner[units] == cp_rank] for units in held]
     arrived = torch.cat(arrivals)
-    place = torch.empty(source.num_blocks, dtype=torch.int64)
+    place = torch.empty(held.numel(), dtype=torch.int64)
     place[arrived] = torch.arange(arrived.numel())
     return Route(
+        unit=unit,
         send_order=torch.argsort(new_owner[mine], stable=True),
-        send_counts=tuple(torch.bincount(new_owner[mine], minlength=source.cp_size).tolist()),
-        receive_order=place[wanted],
-        receive_counts=tuple(len(blocks) for blocks in arrivals),
+        send_counts=tuple(torch.bincount(new_owner[mine], minlength=cp_size).tolist()),
+        receive_order=place[wanted[cp_rank]],
+        receive_counts=tuple(len(units) for units in arrivals),
     )
 
 
 @lru_cache(maxsize=64)
-def _route_on_device(source: Layout, target: Layout, cp_rank: int, device: torch.device) -> Route:
+def _route_on_device(source: Placement, target: Placement, cp_rank: int, device: torch.device) -> Route:
     route = plan_route(source, target, cp_rank)
-    return Route(route.send_order.to(device), route.send_counts, route.receive_order.to(device), route.receive_counts)
+    return Route(
+        route.unit,
+        route.send_order.to(device),
+        route.send_counts,
+        route.receive_order.to(device),
+        route.receive_counts,
+    )
 
 
-def _exchange(x: Tensor, source: Layout, target: Layout, group: torch.distributed.ProcessGroup) -> Tensor:
-    """``x [local_seq, ...]`` in the source layout -> the same shape in the target layout."""
+def _exchange(x: Tensor, source: Placement, target: Placement, group: torch.distributed.ProcessGroup) -> Tensor:
+    """``x [local_seq, ...]`` in the source placement -> the same shape in the target placement."""
     route = _route_on_device(source, target, group.rank(), x.device)
-    blocks = x.reshape(source.local_blocks, BLOCK, *x.shape[1:])
-    sent = blocks.index_select(0, route.send_order)
+    units = x.reshape(-1, route.unit, *x.shape[1:])
+    sent = units.index_select(0, route.send_order)
     received = torch.empty_like(sent)
     torch.distributed.all_to_all_single(
         received, sent, list(route.receive_counts), list(route.send_counts), group=group
@@ -80,7 +127,9 @@ class _Convert(torch.autograd.Function):
     """Forward moves from ``source`` to ``target``, backward the other way."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Layout, target: Layout, group: torch.distributed.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, source: Placement, target: Placement, group: torch.distributed.ProcessGroup
+    ) -> Tensor:
         ctx.route = (source, target, group)
         return _exchange(x, source, target, group)
 
@@ -90,13 +139,13 @@ class _Convert(torch.autograd.Function):
         return _exchange(grad.contiguous(), target, source, group), None, None, None
 
 
-def convert(x: Tensor, source: Layout, target: Layout, group: torch.distributed.ProcessGroup) -> Tensor:
-    """Moves a sharded sequence to another layout.
+def convert(x: Tensor, source: Placement, target: Placement, group: torch.distributed.ProcessGroup) -> Tensor:
+    """Moves a sharded sequence to another placement.
 
     Args:
         x: ``[local_seq, ...]``, this rank's part in ``source``.
-        source: the layout of ``x``.
-        target: the layout of the result.
+        source: where ``x`` lies.
+        target: where the result shall lie.
         group: the context-parallel group; every rank must call.
 
     Returns:
@@ -106,7 +155,7 @@ def convert(x: Tensor, source: Layout, target: Layout, group: torch.distributed.
 
 
 def convert_qkv(
-    q: Tensor, k: Tensor, v: Tensor, source: Layout, target: Layout, group: torch.distributed.ProcessGroup
+    q: Tensor, k: Tensor, v: Tensor, source: Placement, target: Placement, group: torch.distributed.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`convert` for queries, keys and values in one all-to-all.
 
@@ -114,8 +163,8 @@ def convert_qkv(
         q: ``[local_seq, batch, heads, head_dim]``.
         k: ``[local_seq, batch, kv_heads, head_dim]``.
         v: like ``k``.
-        source: the layout of the inputs.
-        target: the layout of the results.
+        source: where the inputs lie.
+        target: where the results shall lie.
         group: the context-parallel group.
 
     Returns:

@@ -14,16 +14,19 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_mtraining.attention import attention_on_groups
+from megatron_mtraining.attention import attention_on_groups, estimate_index
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.documents import Documents
+from megatron_mtraining.index import VerticalSlashIndex
 from megatron_mtraining.layout import Layout
 
 from . import runtime
-from .conversion import convert, convert_qkv
+from .conversion import Placement, convert, convert_qkv
 from .errors import RefusedError
 from .groups import ring_groups
+from .guard import Guard
 from .layout_mode import CONVERT
+from .packing import packing_of, placed_by_document
 from .refusals import refuse
 from .static_inference import dense_inference_attention
 
@@ -47,7 +50,8 @@ class MTrainingCoreAttention(MegatronModule):
         num_splits: taken for the sake of the contract; must be None.
         cp_comm_type: taken for the sake of the contract; the ring does not depend on it.
         pg_collection: process groups; Megatron's global ones if left out.
-        mtraining: the attention's config; that of the launcher if left out.
+        mtraining: the attention's config; that of the launcher if left out. A config of its own does not follow what was
+            set by layer and by step.
 
     Raises:
         RefusedError: for what is not supported; names the option and its value.
@@ -86,6 +90,7 @@ class MTrainingCoreAttention(MegatronModule):
         self.softmax_scale = softmax_scale
         self.cp_comm_type = cp_comm_type
         self.pg_collection = pg_collection
+        self.follows_plan = mtraining is None
         self.mtraining = runtime.current().config if mtraining is None else mtraining
 
     def forward(
@@ -109,7 +114,7 @@ class MTrainingCoreAttention(MegatronModule):
                 makes causal, does not read it.
             attn_mask_type: that of the call; causal. Static-batch inference passes ``no_mask`` past the prompt.
             attention_bias: must be None.
-            packed_seq_params: documents of a packed sequence, on one context-parallel rank.
+            packed_seq_params: documents of a packed sequence.
             num_splits: must be None.
 
         Returns:
@@ -144,7 +149,7 @@ class MTrainingCoreAttention(MegatronModule):
         if packed_seq_params is not None:
             return self._packed(query, key, value, packed_seq_params, cp_group)
         if cp_group is None:
-            layout = Layout.contiguous(query.shape[0], 1)
+            layout = runtime.one_rank_layout(query.shape[0])
             return self._attend(query, key, value, layout, None)
         return self._over_ranks(query, key, value, cp_group)
 
@@ -158,9 +163,23 @@ class MTrainingCoreAttention(MegatronModule):
         if state.layout_mode.mode != CONVERT:
             self._check_dealt(state, seq_len)
             return self._attend(query, key, value, layout, cp_group)
-        held = state.model_layout(seq_len, cp_group.size())
-        out = self._attend(*convert_qkv(query, key, value, held, layout, cp_group), layout, cp_group)
-        return convert(out, layout, held, cp_group)
+        held = Placement.of(state.model_layout(seq_len, cp_group.size()))
+        return self._converted(query, key, value, held, layout, cp_group)
+
+    def _converted(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        held: Placement,
+        layout: Layout,
+        cp_group: torch.distributed.ProcessGroup,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """:meth:`_attend` for a sequence that the model holds elsewhere: one all-to-all before, one after."""
+        wanted = Placement.of(layout)
+        moved = convert_qkv(query, key, value, held, wanted, cp_group)
+        return convert(self._attend(*moved, layout, cp_group, documents), wanted, held, cp_group)
 
     def _attend(
         self,
@@ -172,21 +191,49 @@ class MTrainingCoreAttention(MegatronModule):
         documents: Documents | None = None,
     ) -> Tensor:
         """``[s, b, h, d]`` in, ``[s, b, h * d]`` out; the transposes are views."""
-        recorder = runtime.recorder()
+        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+        state, layer = runtime.current_or_none(), self.record_number - 1
+        config, index = self.mtraining, None
+        if state is not None and self.follows_plan:
+            config = state.plan.config_for(config, layer, state.steps_done())
+        if state is not None and state.guard is not None and not config.dense:
+            index = self._guarded(state.guard, q, k, config, layout, cp_group, documents)
         out, aux = attention_on_groups(
-            query.transpose(0, 1),
-            key.transpose(0, 1),
-            value.transpose(0, 1),
-            config=self.mtraining,
+            q,
+            k,
+            v,
+            config=config,
             layout=layout,
             softmax_scale=self.softmax_scale,
             groups=ring_groups(cp_group),
             return_aux=True,
-            documents=documents,
+            index=index,
+            documents=documents if index is None else None,
         )
-        if recorder is not None and self.training:
-            recorder.record(self.record_number, aux.index, aux.layout, aux.inner_size)
+        if state is not None and self.training:
+            if state.recorder is not None:
+                state.recorder.record(self.record_number, aux.index, aux.layout, aux.inner_size)
+            if state.dump is not None:
+                state.dump(aux.index, state.steps_done() + 1, layer, cp_group)
         return out.transpose(0, 1).flatten(2)
+
+    def _guarded(
+        self,
+        guard: Guard,
+        q: Tensor,
+        k: Tensor,
+        config: MTrainingConfig,
+        layout: Layout,
+        cp_group: torch.distributed.ProcessGroup | None,
+        documents: Documents | None,
+    ) -> VerticalSlashIndex:
+        """The estimated index, or every line where it breaks the guard's bounds."""
+        where: dict[str, Any] = {
+            "config": config, "layout": layout, "cp_group": cp_group, "softmax_scale": self.softmax_scale
+        }  # fmt: skip
+        index = estimate_index(q, k, documents=documents, **where)
+        layer = self.record_number - 1 if self.training else None
+        return guard(q, k, index, tp_group=self._tp_group(), layer=layer, **where)
 
     def _packed(
         self,
@@ -196,19 +243,35 @@ class MTrainingCoreAttention(MegatronModule):
         packed: PackedSeqParams,
         cp_group: torch.distributed.ProcessGroup | None,
     ) -> Tensor:
-        """Packed sequences ``[t, h, d]`` on one rank: each document has its own index.
+        """Packed sequences ``[t, h, d]``: each document has its own index, none sees another.
 
-        Reads the document lengths on the host.
+        The sequence is dealt over the packed length in the attention's layout, or document by document by Megatron.
         """
-        if cp_group is not None or packed.cp_group is not None:
-            raise RefusedError("packed_seq_params: packed sequences are not built over several context-parallel ranks")
-        if packed.qkv_format != "thd":
-            raise RefusedError(f"packed_seq_params.qkv_format {packed.qkv_format}: use thd")
-        documents = _documents(packed, query.shape[0])
-        layout = Layout.contiguous(query.shape[0], 1)
+        if packed.cp_group is not None and packed.cp_group.size() > 1 and packed.cp_group is not cp_group:
+            raise RefusedError("packed_seq_params.cp_group: groups that change from batch to batch are not built")
+        cp_size = 1 if cp_group is None else cp_group.size()
+        seq_len = query.shape[0] * cp_size
+        packing = packing_of(packed, seq_len)
         q, k, v = (x.unsqueeze(1) if x.dim() == 3 else x for x in (query, key, value))
-        out = self._attend(q, k, v, layout, None, documents)
+        if cp_group is None:
+            out = self._attend(q, k, v, runtime.one_rank_layout(seq_len), None, packing.documents)
+            return out.squeeze(1) if query.dim() == 3 else out
+        state = runtime.current()
+        layout = state.attention_layout(seq_len, cp_size)
+        if state.layout_mode.replaces_slicing:
+            self._check_dealt(state, seq_len)
+            out = self._attend(q, k, v, layout, cp_group, packing.documents)
+        else:
+            held = placed_by_document(packing.bounds, seq_len, cp_size)
+            out = self._converted(q, k, v, held, layout, cp_group, packing.documents)
         return out.squeeze(1) if query.dim() == 3 else out
+
+    def _tp_group(self) -> torch.distributed.ProcessGroup | None:
+        """Megatron's tensor-parallel group: the ranks with the layer's other heads."""
+        group = getattr(self.pg_collection, "tp", None)
+        if group is None and parallel_state.model_parallel_is_initialized():
+            group = parallel_state.get_tensor_model_parallel_group()
+        return group
 
     def _cp_group(self) -> torch.distributed.ProcessGroup | None:
         """Megatron's context-parallel group of this moment; None where one rank holds the sequence."""
@@ -234,17 +297,6 @@ class MTrainingCoreAttention(MegatronModule):
         """Drops the extra state that Transformer Engine saves for a core attention; there is nothing to load."""
         state_dict.pop(f"{prefix}_extra_state", None)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-
-def _documents(packed: PackedSeqParams, num_tokens: int) -> Documents:
-    """The documents that Megatron's cumulative lengths describe."""
-    padded = packed.cu_seqlens_q_padded
-    try:
-        return Documents.from_cu_seqlens(
-            packed.cu_seqlens_q.tolist(), num_tokens, None if padded is None else padded.tolist()
-        )
-    except ValueError as error:
-        raise RefusedError(f"packed_seq_params: {error}") from error
 
 
 def _check_mask_type(mask_type: AttnMaskType, packed: bool = False) -> None:

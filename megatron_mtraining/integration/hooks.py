@@ -17,6 +17,7 @@ from megatron_mtraining.config import MTrainingConfig
 
 from . import runtime
 from .errors import RefusedError
+from .layer_plan import plan_from_args
 from .layout_mode import check_sequence_length, choose_layout_mode
 from .options import BACKEND, add_mtraining_arguments, changed_options, config_from_args
 from .rebind import rebind, replace_method
@@ -52,12 +53,12 @@ def install() -> None:
     Raises:
         RefusedError: if megatron-core is missing or too old.
     """
-    if _parser_hooks:
-        return
     check_megatron_version()
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.training import arguments
 
+    if _parser_hooks:  # looked at last: loading Megatron may install the hooks (megatron_mtraining.startup_hook)
+        return
     name = arguments.__name__
     _parser_hooks.extend(
         [
@@ -191,17 +192,40 @@ def activate(args: argparse.Namespace, parsed: Parsed) -> None:
         RefusedError: for what only shows after validation; names the option, its value and the valid ones.
     """
     refuse(args)
+    from . import dumping, guard
+
     mode = choose_layout_mode(args.mtraining_layout_mode, args, parsed.config)
     check_sequence_length(args.seq_length, args, parsed.config, mode)
-    runtime.use(Runtime(parsed.config, mode, args.mtraining_inner_across_hosts))
-    put_in_place()
+    state = Runtime(
+        parsed.config,
+        mode,
+        args.mtraining_inner_across_hosts,
+        plan=plan_from_args(args, parsed.config),
+        steps_done=steps_done,
+        guard=guard.guard_from_args(args, parsed.config),
+        dump=dumping.dump_from_args(args),
+    )
+    runtime.use(state)
+    put_in_place(args.context_parallel_size)
+    if state.guard is not None:
+        _active_hooks.append(guard.install(state.guard))
     if args.mtraining_metrics is not None:
         from . import training_metrics
 
         _active_hooks.append(training_metrics.install(args.mtraining_metrics))
     _report(args, f"layout {parsed.config.layout}, {mode.mode}: {mode.reason}")
+    if state.plan.describe():
+        _report(args, state.plan.describe())
     if parsed.drops_mask:
         _report(args, "the data loader makes no attention mask (--no-create-attention-mask-in-dataloader)")
+
+
+def steps_done() -> int:
+    """Training steps that Megatron's loop has done: also right after a resume, and in the evaluation that follows a step."""
+    from megatron.training import get_args
+
+    args = get_args()
+    return int(getattr(args, "curr_iteration", getattr(args, "iteration", 0)))
 
 
 def set_up(config: MTrainingConfig, model: Any, layout_mode: str = "auto", inner_across_hosts: bool = False) -> Runtime:
@@ -217,7 +241,7 @@ def set_up(config: MTrainingConfig, model: Any, layout_mode: str = "auto", inner
         inner_across_hosts: whether an inner ring may cross hosts.
 
     Returns:
-        The runtime now in use; :func:`tear_down` ends it.
+        The runtime now in use; :func:`tear_down` ends it. Its ``plan``, ``guard``, ``dump`` and ``steps_done`` may be set.
 
     Raises:
         RefusedError: for what is not supported.
@@ -226,7 +250,7 @@ def set_up(config: MTrainingConfig, model: Any, layout_mode: str = "auto", inner
     refuse_environment()
     refuse(model)
     runtime.use(Runtime(config, choose_layout_mode(layout_mode, model, config), inner_across_hosts))
-    put_in_place()
+    put_in_place(model.context_parallel_size)
     return runtime.current()
 
 
@@ -236,11 +260,12 @@ def tear_down() -> None:
     runtime.use(None)
 
 
-def put_in_place() -> None:
-    """Hooks up the models, the process groups and, in native mode, the dealing of batch and rotary embedding."""
-    from . import model_hooks, sharding
+def put_in_place(cp_size: int) -> None:
+    """Hooks up the models, the process groups, packed data and, in native mode, the dealing of batch and rotary embedding."""
+    from . import model_hooks, sft_padding, sharding
 
     deactivate()
+    _active_hooks.extend(sft_padding.pad_documents(cp_size))
     if runtime.current().layout_mode.replaces_slicing:
         _active_hooks.extend(binding.undo for binding in sharding.deal_natively())
         _active_hooks.append(sharding.drop_cached_rotary)

@@ -54,6 +54,67 @@ def add_mtraining_arguments(parser: argparse.ArgumentParser) -> None:
         default=False,
         help="allow an inner ring whose ranks lie on several hosts",
     )
+    for name, settings in RUN_OPTIONS.items():
+        group.add_argument(option_name(name), **settings)
+
+
+RUN_OPTIONS: dict[str, dict[str, Any]] = {
+    "dense_layers": {
+        "metavar": "LAYERS",
+        "default": None,
+        "help": "layers that are dense, as numbers and ranges such as 0-1,27, from 0 (default: none)",
+    },
+    "dense_steps": {
+        "metavar": "STEPS",
+        "type": int,
+        "default": 0,
+        "help": "steps from the beginning of training in which all layers are dense (default: 0)",
+    },
+    "layer_top_p": {
+        "metavar": "LAYERS:TOP_P,...",
+        "default": None,
+        "help": "top-p of some layers, such as 0:0.99,1-3:0.95 (default: that of all)",
+    },
+    "top_p_schedule": {
+        "metavar": "FIRST:LAST:STEPS",
+        "default": None,
+        "help": "top-p goes from FIRST to LAST over the first STEPS steps of training and stays there (default: constant)",
+    },
+    "guard_recall": {
+        "metavar": "SHARE",
+        "type": float,
+        "default": None,
+        "help": "a layer goes dense for a call if its index keeps less than this share of the probe's attention "
+        "(default: not watched)",
+    },
+    "guard_density": {
+        "metavar": "DENSITY",
+        "type": float,
+        "default": None,
+        "help": "a layer goes dense for a call if its density is above this; dense is 1 (default: not watched)",
+    },
+    "guard_action": {
+        "choices": ("dense", "stop"),
+        "default": "dense",
+        "help": "stop: end the run after a step in which the guard made a layer dense (default: dense)",
+    },
+    "dump_index": {
+        "metavar": "DIR",
+        "default": None,
+        "help": "write indices to files in DIR; read them with python -m megatron_mtraining.index_dump (default: none)",
+    },
+    "dump_steps": {
+        "metavar": "ITERATIONS",
+        "default": "1",
+        "help": "iterations whose indices are written, from 1 as in Megatron's log (default: 1)",
+    },
+    "dump_layers": {
+        "metavar": "LAYERS",
+        "default": None,
+        "help": "layers whose indices are written, from 0 (default: all)",
+    },
+}
+"""Options of a run rather than of attention, with the keywords of ``add_argument``."""
 
 
 def _argument(item: Field[Any], hint: Any) -> dict[str, Any]:
@@ -107,6 +168,6 @@ def _name_option(message: str) -> str:
 
 def changed_options(args: argparse.Namespace) -> list[str]:
     """The ``--mtraining-*`` options whose value is not the default."""
-    return [
-        option_name(item.name) for item in fields(MTrainingConfig) if getattr(args, PREFIX + item.name) != item.default
-    ]
+    defaults = {item.name: item.default for item in fields(MTrainingConfig)}
+    defaults |= {name: settings["default"] for name, settings in RUN_OPTIONS.items()}
+    return [option_name(name) for name, default in defaults.items() if getattr(args, PREFIX + name) != default]

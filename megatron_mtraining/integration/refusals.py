@@ -14,8 +14,7 @@ from typing import Any
 from .errors import RefusedError
 
 PACKING = (
-    "packed_seq_params of your own (on one context-parallel rank), with documents padded to multiples of 64 tokens and "
-    "cu_seqlens_q_padded"
+    "--sft, or packed_seq_params of your own with documents padded to multiples of 64 tokens and cu_seqlens_q_padded"
 )
 """What keeps documents apart instead of Megatron's own options for it."""
 
@@ -66,10 +65,6 @@ def _unequal_head_dims(v_head_dim: Any, owner: Any) -> bool:
     if not getattr(owner, "multi_latent_attention", False):
         return False
     return bool(owner.qk_head_dim + owner.qk_pos_emb_head_dim != v_head_dim)
-
-
-def _packed_over_cp(value: Any, owner: Any) -> bool:
-    return bool(value) and getattr(owner, "context_parallel_size", 1) > 1
 
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -185,13 +180,6 @@ REFUSALS: tuple[Refusal, ...] = (
         _is_set,
         "context-parallel groups that change from step to step are not built",
         "--context-parallel-size alone",
-    ),
-    Refusal(
-        "sft",
-        "--sft",
-        _packed_over_cp,
-        "packed sequences are not built over several context-parallel ranks",
-        "--context-parallel-size 1",
     ),
     Refusal(
         "dataloader_inter_document_masking",

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.layout import Layout
 from megatron_mtraining.metrics import Recorder
 
 from .errors import RefusedError
+from .layer_plan import LayerPlan
 from .layout_mode import CONVERT, LayoutMode
+
+if TYPE_CHECKING:
+    from .dumping import IndexDump
+    from .guard import Guard
+
+
+def _no_steps() -> int:
+    return 0
 
 
 @dataclass
@@ -23,6 +35,10 @@ class Runtime:
         dealt: the sequence lengths that were dealt in the native layout, by what: ``batch`` or ``rotary``.
         expects: what the models of this rank need dealt before attention is called.
         recorder: where attention leaves the index of each layer, if anything reads it.
+        plan: what differs from the config by layer and by step.
+        steps_done: says how many training steps were done before the present one.
+        guard: what watches the indices, if anything does.
+        dump: what writes them to files, if anything does.
     """
 
     config: MTrainingConfig
@@ -31,6 +47,10 @@ class Runtime:
     dealt: dict[str, set[int]] = field(default_factory=lambda: {"batch": set(), "rotary": set()})
     expects: set[str] = field(default_factory=set)
     recorder: Recorder | None = None
+    plan: LayerPlan = field(default_factory=LayerPlan)
+    steps_done: Callable[[], int] = _no_steps
+    guard: Guard | None = None
+    dump: IndexDump | None = None
     _layouts: dict[tuple[str, int, int], Layout] = field(default_factory=dict)
 
     def attention_layout(self, seq_len: int, cp_size: int) -> Layout:
@@ -58,6 +78,12 @@ class Runtime:
             else:
                 self._layouts[key] = Layout.zigzag(seq_len, cp_size)
         return self._layouts[key]
+
+
+@lru_cache(maxsize=64)
+def one_rank_layout(seq_len: int) -> Layout:
+    """The layout of a sequence on one rank; the same object every time, so that its tables stay on the device."""
+    return Layout.contiguous(seq_len, 1)
 
 
 _current: Runtime | None = None
@@ -88,6 +114,6 @@ def use(runtime: Runtime | None) -> None:
     _current = runtime
 
 
-def recorder() -> Recorder | None:
-    """The recorder in use, if any."""
-    return None if _current is None else _current.recorder
+def current_or_none() -> Runtime | None:
+    """The runtime in use, if any: a module with a config of its own needs none on one rank."""
+    return _current

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from . import runtime
 from .errors import RefusedError
+from .packed_rotary import FUSED_PACKED_ROTARY, PACKED_ROTARY, ROPE, rotate_packed, rotate_packed_fused
 from .rebind import Rebinding, rebind
 
 BATCH_SLICER = ("megatron.core.utils", "get_batch_on_this_cp_rank")
-ROTARY_SLICER = ("megatron.core.models.common.embeddings.rope_utils", "get_pos_emb_on_this_cp_rank")
+ROTARY_SLICER = (ROPE, "get_pos_emb_on_this_cp_rank")
 
 ROTARY_CLASSES = (
     ("megatron.core.models.common.embeddings.rotary_pos_embedding", "RotaryEmbedding"),
@@ -45,13 +46,14 @@ def deal_batch(
         is_hybrid_cp: must be false.
         cp_group: the context-parallel group; Megatron's own if left out.
         hybrid_cp_group_func: not used.
-        use_per_sequence_balancing: not used: the layout does not depend on documents.
+        use_per_sequence_balancing: not used: packed sequences are dealt over their whole length, whatever documents they
+            hold.
 
     Returns:
         The same dictionary, with tensors ``[batch, seq_len / cp_size, ...]``.
 
     Raises:
-        RefusedError: for packed sequences, hybrid context parallelism or an attention mask.
+        RefusedError: for hybrid context parallelism or an attention mask.
         ValueError: if a sequence length does not fit the layout.
     """
     if cp_group is None:
@@ -60,8 +62,8 @@ def deal_batch(
         cp_group = parallel_state.get_context_parallel_group()
     if cp_group.size() == 1:
         return batch
-    if is_hybrid_cp or batch.get("cu_seqlens") is not None:
-        raise RefusedError("cu_seqlens: packed sequences are not built over several context-parallel ranks")
+    if is_hybrid_cp:
+        raise RefusedError("--hybrid-context-parallel: groups that change from batch to batch are not built")
     if batch.get("attention_mask") is not None:
         raise RefusedError(
             "attention_mask: a mask in the batch is not supported; use --no-create-attention-mask-in-dataloader"
@@ -96,8 +98,17 @@ def deal_rotary(pos_emb: Tensor, seq_dim: int, cp_group: torch.distributed.Proce
 
 
 def deal_natively() -> list[Rebinding]:
-    """Puts both functions in the place of Megatron's, in every module that imported them, and drops cached slices."""
-    done = [rebind(*BATCH_SLICER, deal_batch), rebind(*ROTARY_SLICER, deal_rotary)]
+    """Puts these functions and those of packed sequences in the place of Megatron's, wherever it imported them.
+
+    Also drops cached slices of rotary embeddings.
+    """
+    done = [
+        rebind(*BATCH_SLICER, deal_batch),
+        rebind(*ROTARY_SLICER, deal_rotary),
+        rebind(*PACKED_ROTARY, rotate_packed),
+    ]
+    if getattr(importlib.import_module(ROPE), FUSED_PACKED_ROTARY[1]) is not None:  # None without Transformer Engine
+        done.append(rebind(*FUSED_PACKED_ROTARY, rotate_packed_fused))
     drop_cached_rotary()
     return done
 

@@ -36,11 +36,11 @@ class TrainingMetrics:
     """Collects an interval's numbers and writes them out. One per process; every rank must log the same steps.
 
     Args:
-        path: file that the last rank appends to; its folder is made.
+        path: file that the last rank appends to; None for no file.
         recorder: what the attention layers of this rank report to.
     """
 
-    def __init__(self, path: Path, recorder: Recorder) -> None:
+    def __init__(self, path: Path | None, recorder: Recorder) -> None:
         self.path = path
         self.recorder = recorder
         self.losses: list[torch.Tensor] = []
@@ -60,13 +60,16 @@ class TrainingMetrics:
         if LOSS in losses:
             self.losses.append(losses[LOSS].detach().float().reshape(()))
 
-    def write(self, step: int, tokens_per_step: int, writer: Any) -> None:
+    def write(self, step: int, tokens_per_step: int, writer: Any) -> dict[str, Any] | None:
         """Ends the interval at `step`: gathers from all ranks, and writes on the last. Collective over the world.
 
         Args:
             step: the training step, from 1.
             tokens_per_step: tokens of the global batch.
             writer: Megatron's TensorBoard writer, None on the ranks that have none.
+
+        Returns:
+            The line that was written; None on the ranks that wrote none.
         """
         seconds = time.perf_counter() - self.began
         line = {
@@ -77,12 +80,14 @@ class TrainingMetrics:
         }
         self.restart()
         if dist.get_rank() != dist.get_world_size() - 1:
-            return
-        with self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+            return None
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
         print(format_line(line), flush=True)
         if writer is not None:
             _write_tensorboard(line, writer)
+        return line
 
 
 def _gather(summary: dict[str, Any]) -> list[dict[str, Any]]:

@@ -53,6 +53,10 @@ SCHEMAS: dict[str, str] = {
         "int p_den, int cap) -> ()"
     ),
     "select_pack": "(Tensor mass, Tensor segment, Tensor tie, Tensor state, bool all_lines) -> Tensor",
+    "select_lines": (
+        "(Tensor mass, Tensor segment, Tensor tie, int documents, int digit_bits, int mass_rounds, int tie_rounds, "
+        "int p_num, int p_den, int cap, bool all_lines) -> Tensor"
+    ),
 }
 
 
@@ -131,6 +135,7 @@ FAKES: dict[str, Callable[..., object]] = {
     "select_histogram": _fake_select_histogram,
     "select_update_": _nothing,
     "select_pack": _fake_select_pack,
+    "select_lines": _fake_select_pack,
 }
 
 library = torch.library.Library(NAMESPACE, "DEF")

@@ -25,6 +25,7 @@ CASES = {
     "d64-fp16": Case(dim=64, dtype=torch.float16, cp_size=4),
     "mha": Case(heads=3, kv_heads=3),
     "gqa8": Case(heads=16, kv_heads=2, cp_size=2),
+    "gqa4": Case(heads=32, kv_heads=8, cp_size=2),
     "batch": Case(batch=3, heads=4, kv_heads=1, cp_size=2),
     "one-block": Case(seq_len=64, slash=1, vertical=10),
     "two-blocks": Case(seq_len=128, cp_size=2, slash=1, vertical=20),

@@ -95,6 +95,19 @@ def test_same_index_for_every_number_of_ranks(last_q: int, cap: int | None, docu
         assert torch.equal(other.column_words, indices[0].column_words)
 
 
+@pytest.mark.parametrize("documents", [None, PACKED])
+def test_same_index_in_every_run(documents: Documents | None) -> None:
+    case = Case(seq_len=2048, heads=8, kv_heads=2, documents=documents)
+    q, k, _ = mixed_qkv(case)
+    config = MTrainingConfig(top_p=0.8, max_vertical=100, kernel="auto")
+    layout = Layout.striped(2048, 2)
+    first = estimate_virtual(q, k, layout=layout, config=config, documents=documents)
+    for _ in range(29):
+        again = estimate_virtual(q, k, layout=layout, config=config, documents=documents)
+        assert torch.equal(first.slash_words, again.slash_words)
+        assert torch.equal(first.column_words, again.column_words)
+
+
 def random_masses(kind: str, rows: int, lines: int) -> Tensor:
     if kind == "zeros":
         return torch.zeros(1, rows, lines, dtype=torch.int64, device="cuda")
@@ -130,6 +143,8 @@ def test_selection_is_exactly_the_reference(ops, kind, lines, documents, all_lin
         assert torch.equal(*states), f"state after round {number}"
     kept = ops.select_pack(mass, segment, tie, states[0], all_lines)
     assert torch.equal(kept, reference.select_pack(mass, segment, tie, states[1], all_lines))
+    at_once = ops.select_lines(mass, segment, tie, documents, bits, mass_rounds, tie_rounds, 9, 10, cap, all_lines)
+    assert torch.equal(at_once, kept)
     if cap >= 0:
         per_document = [
             unpack_bits(kept, lines)[..., segment == document].sum(-1).max() for document in range(documents)

@@ -125,6 +125,7 @@ def test_opcheck() -> None:
         "select_histogram": (mass, segment, tie, state, 0, 8, 5, 0, False),
         "select_update_": (histogram, state, 0, 8, 5, 0, 9, 10, 5),
         "select_pack": (mass, segment, tie, state, False),
+        "select_lines": (mass, segment, tie, 1, 8, 5, 0, 9, 10, 5, False),
     }  # fmt: skip
     for name, arguments in calls.items():
         torch.library.opcheck(getattr(ops, name).default, arguments, test_utils=tests)

@@ -28,6 +28,7 @@ KNOWN_IMPORTERS = {
         "core/models/common/embeddings/rotary_pos_embedding.py",
         "core/models/common/embeddings/yarn_rotary_pos_embedding.py",
     },
+    "_apply_rotary_pos_emb_thd": {"core/models/common/embeddings/rotary_pos_embedding.py"},  # not used there
 }
 
 
@@ -94,13 +95,17 @@ def test_entries_without_a_sequence_pass(native):
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"cu_seqlens": torch.tensor([[0, 512]])}, "cu_seqlens: packed sequences"),
         ({"attention_mask": torch.ones(1, 1, 512, 512)}, "attention_mask.*--no-create-attention-mask-in-dataloader"),
     ],
 )
 def test_batches_that_cannot_be_dealt_are_refused(native, changes, expected):
     with pytest.raises(RefusedError, match=expected):
         deal_batch({"tokens": torch.zeros(1, 512)} | changes, cp_group=RankOf(0, 2))
+
+
+def test_groups_that_change_from_batch_to_batch_are_refused(native):
+    with pytest.raises(RefusedError, match="--hybrid-context-parallel"):
+        deal_batch({"tokens": torch.zeros(1, 512)}, is_hybrid_cp=True, cp_group=RankOf(0, 2))
 
 
 def test_a_length_that_does_not_fit_names_the_nearest(native):
@@ -193,8 +198,8 @@ def test_every_zigzag_slicer_in_the_installed_megatron_is_known():
     assert {"utils.py", "models/common/embeddings/rope_utils.py"} <= found
     assert found <= {
         "utils.py",  # the batch slicer: replaced
-        "models/common/embeddings/rope_utils.py",  # the rotary slicer: replaced; packed sequences are refused
-        "fusions/fused_mla_yarn_rope_apply.py",  # packed sequences only
+        "models/common/embeddings/rope_utils.py",  # the rotary slicer and that of packed sequences: replaced
+        "fusions/fused_mla_yarn_rope_apply.py",  # fused rotary embedding of latent attention: converts
         "transformer/experimental_attention_variant/dsa_layout.py",  # the variant is refused
         "transformer/multi_token_prediction.py",  # from 0.20; multi-token prediction makes attention convert
     }

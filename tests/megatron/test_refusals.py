@@ -37,7 +37,6 @@ COMMAND_LINES = {
     "inference_dynamic_batching": ("--inference-dynamic-batching", "--inference-dynamic-batching True"),
     "perform_rl_step": ("--perform-rl-step", "--perform-rl-step True"),
     "hybrid_context_parallel": ("--hybrid-context-parallel", "--hybrid-context-parallel True"),
-    "sft": ("--sft --context-parallel-size 2", "--sft True"),
     "dataloader_inter_document_masking": (
         "--dataloader-inter-document-masking",
         "--dataloader-inter-document-masking True",
@@ -71,7 +70,7 @@ def test_refused_on_the_command_line(parse, name):
 def test_what_is_recommended_for_documents_is_not_refused_itself(parse, name):
     """Megatron's own data set begins documents at any token."""
     with pytest.raises(
-        RefusedError, match=r"; use packed_seq_params .*multiples of 64 tokens and cu_seqlens_q_padded$"
+        RefusedError, match=r"; use --sft, or packed_seq_params .*multiples of 64 tokens and cu_seqlens_q_padded$"
     ):
         parse("--attention-backend", "mtraining", *COMMAND_LINES[name][0].split())
 

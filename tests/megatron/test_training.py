@@ -5,6 +5,7 @@ The reference is Megatron's data parallelism alone (cp 1), with the same global 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from megatron_mtraining.index_dump import load_index
 
 WORKER = Path(__file__).with_name("training_worker.py")
 RANKS = 4
@@ -39,6 +42,10 @@ RESUME = "--ckpt-format torch_dist --lr-decay-iters 10 --train-iters 2 --overrid
 YARN = f"--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 256 {ALL}"
 HYBRID = f"{ROPE} {ALL} --hybrid-layer-pattern *-*- --spec user_specs hybrid_stack_spec"
 PER_TOKEN = f"{ROPE} {ALL} --calculate-per-token-loss"
+PLAN = f"{SPARSE} --num-layers 4 --mtraining-layer-top-p 1-2:0.6 --mtraining-dense-layers 3"
+GUARDED = f"{ROPE} --mtraining-top-p 0.5 --train-iters 2 --log-interval 1 --mtraining-guard-recall 0.8"
+STOPPED = "--mtraining-guard-action stop --lr-decay-iters 10 --ckpt-format torch_dist --save-interval 100 --save FOLDER/stopped"
+PACKED = f"{ROPE} --mtraining-top-p 0.8 --calculate-per-token-loss --sft --train-iters 2"
 
 SCENARIOS = {
     "dp4": f"{ROPE} {ALL}",
@@ -62,6 +69,17 @@ SCENARIOS = {
     "hybrid_cp4": f"{HYBRID} {CP4}",
     "masked_dp4": PER_TOKEN,
     "masked_cp4": f"{PER_TOKEN} {CP4} --mtraining-layout contiguous",
+    "plan_dp4": PLAN,
+    "plan_interleaved_cp2": f"{PLAN} {CP2} --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+    "guarded_dp4": GUARDED,
+    "guarded_cp4": f"{GUARDED} {CP4}",
+    "guarded_full_recompute": f"{GUARDED} {CP4} {FULL_RECOMPUTE}",
+    "stopped_cp4": f"{GUARDED} {CP4} {STOPPED}",
+    "dumped_cp4": f"{SPARSE} {CP4} --mtraining-dump-index FOLDER/dump --mtraining-dump-steps 2 --mtraining-dump-layers 1",
+    "packed_dp4": PACKED,
+    "packed_cp4": f"{PACKED} {CP4}",
+    "packed_cp4_convert": f"{PACKED} {CP4} --mtraining-layout-mode convert",
+    "packed_pp2_cp2": f"{PACKED} {CP2} --pipeline-model-parallel-size 2",
 }
 FULL_SCENARIOS = {
     "dp4": f"{ROPE} {ALL} --eval-iters 1",
@@ -245,6 +263,53 @@ def test_loss_per_token_over_ranks_with_unequal_numbers_of_tokens(runs):
     """Case A2: the last rank holds every valid token."""
     assert_same_gradients(runs, "masked_cp4", "masked_dp4")
     assert_same_losses(runs, "masked_cp4", "masked_dp4")
+
+
+def test_layers_are_numbered_over_the_whole_model(runs):
+    """Interleaved pipeline stages: the layer that is dense, and those with a top-p of their own, are the same ones."""
+    assert_same_gradients(runs, "plan_interleaved_cp2", "plan_dp4")
+    assert_same_losses(runs, "plan_interleaved_cp2", "plan_dp4")
+    log = (runs.folder / "log").read_text()
+    assert "> megatron_mtraining: layers 3 dense; top-p 0.6 in layer 1, 0.6 in layer 2" in log
+
+
+@pytest.mark.parametrize("name", ["guarded_cp4", "guarded_full_recompute"])
+def test_the_guard_decides_alike_on_every_rank_and_in_recompute(runs, name):
+    assert_same_gradients(runs, name, "guarded_dp4")
+    first, *others = (run["indices"] for run in runs.ranks(name))
+    assert all(other == first for other in others)
+    plain, own = runs.ranks("guarded_cp4")[0]["indices"], runs.ranks(name)[0]["indices"]
+    assert {index for index, _ in own} == {index for index, _ in plain}
+    assert "guard: layer 0 (from 0) went dense in" in (runs.folder / "log").read_text()
+
+
+def test_the_guard_stops_the_run_with_a_checkpoint(runs):
+    """After the first step, on all ranks, in Megatron's own orderly way."""
+    for run in runs.ranks("stopped_cp4"):
+        assert len(run["losses"]) == 1
+        assert run["exit_code"] == 0
+    assert (runs.folder / "stopped" / "latest_checkpointed_iteration.txt").read_text() == "1"
+    assert "> megatron_mtraining: guard: stopping after iteration 1" in (runs.folder / "log").read_text()
+
+
+def test_chosen_indices_are_written(runs):
+    """One file for the chosen iteration and layer, with the very index of that step's first call."""
+    [path] = (runs.folder / "dump").iterdir()
+    assert path.name == "iteration0000002_layer001_tp0_dp0.pt"
+    index, about = load_index(path)
+    assert (about["iteration"], about["layer"]) == (2, 1)
+    words = torch.cat([index.slash_words.flatten(), index.column_words.flatten()])
+    layers, micro_batches = 2, 4
+    recorded = runs.ranks("dumped_cp4")[0]["indices"][layers * micro_batches + 1][0]
+    assert hashlib.sha256(words.numpy().tobytes()).hexdigest() == recorded
+
+
+@pytest.mark.parametrize("name", ["packed_cp4", "packed_cp4_convert", "packed_pp2_cp2"])
+def test_packed_conversations(runs, name):
+    """Megatron's fine-tuning data, several conversations a sample, each with its own index."""
+    for step, bound in ((0, BOUND), (1, 3 * BOUND)):  # the second step starts from weights that differ in the last bits
+        assert_same_gradients(runs, name, "packed_dp4", step, bound)
+    assert_same_losses(runs, name, "packed_dp4")
 
 
 def test_attention_leaves_the_random_state_alone(runs):

@@ -23,7 +23,9 @@ from megatron_mtraining.integration import cpu_compat
 SCRIPTS = {
     "gpt": Path(__file__).parents[2] / "examples" / "pretrain_gpt.py",
     "hybrid": Path(__file__).with_name("pretrain_hybrid.py"),
+    "packed": Path(__file__).with_name("pretrain_packed.py"),
 }
+"""The script of a scenario by the first word of its name; ``gpt`` for any other."""
 
 
 class Record:
@@ -35,6 +37,7 @@ class Record:
         self.validation = []
         self.indices = []
         self.random_state_moved = 0
+        self.exit_code = None
 
 
 record = Record()
@@ -144,6 +147,23 @@ def mask_losses(is_masked):
     MockGPTDataset.__getitem__ = masked
 
 
+def count_predicted_tokens_over_ranks(is_counted):
+    """Lets multi-token prediction divide by the ranks' mean number of tokens; Megatron takes each rank's own."""
+    from megatron.core.transformer import multi_token_prediction
+
+    roll = multi_token_prediction.roll_tensor
+
+    def counted(tensor, *args, cp_group=None, **kwargs):
+        rolled, number = roll(tensor, *args, cp_group=cp_group, **kwargs)
+        if is_counted() and cp_group is not None and cp_group.size() > 1:
+            number = number.double()
+            torch.distributed.all_reduce(number, group=cp_group)
+            number = number / cp_group.size()
+        return rolled, number
+
+    multi_token_prediction.roll_tensor = counted
+
+
 def forget_megatron():
     """Ends Megatron's state of a run, so that the next can start in the same process."""
     from megatron.core import parallel_state
@@ -164,10 +184,16 @@ def main(scenario_file, folder):
     watch()
     name = ""
     mask_losses(lambda: name.startswith("masked"))
+    count_predicted_tokens_over_ranks(lambda: name.startswith("mtpmean"))
     for name, options in json.loads(Path(scenario_file).read_text()).items():
         record = Record()
-        script = SCRIPTS["hybrid" if name.startswith("hybrid") else "gpt"]
-        launch.main([str(script), "--mtraining-cpu", *options])
+        script = SCRIPTS.get(name.split("_")[0], SCRIPTS["gpt"])
+        try:
+            launch.main([str(script), "--mtraining-cpu", *options])
+        except SystemExit as end:  # Megatron's early exit; anything refused has a message instead of a code
+            if end.code not in (None, 0):
+                raise
+            record.exit_code = end.code or 0
         torch.save(vars(record), Path(folder) / f"{name}.{torch.distributed.get_rank()}.pt")
         forget_megatron()
 

@@ -12,12 +12,12 @@ PACKAGE = ROOT / "megatron_mtraining"
 
 # The layers of docs/design.md, bottom to top. A module may import its own layer and those below.
 LAYERS = (
-    {"config", "bitmap", "layout", "documents", "schedule", "launches", "index", "budget"},
+    {"config", "bitmap", "layout", "documents", "schedule", "launches", "index", "block_lists", "budget", "index_dump"},
     {"ops"},
     {"comm", "metrics", "buffers", "ring_profile"},
-    {"estimate", "ring"},
-    {"ring_op", "attention", "testing"},
-    {"integration", "launch"},
+    {"policies", "estimate", "ring"},
+    {"ring_op", "attention", "testing", "recall"},
+    {"integration", "launch", "startup_hook", "opt_in", "cli", "bridge"},
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 TOP = len(LAYERS) - 1

@@ -41,6 +41,7 @@ struct SelectParams {
     int64_t share_numerator = 0, share_denominator = 1;
     int64_t cap = -1;  // < 0: none
     bool all_lines = false;
+    bool clear_histogram = false;      // select_update leaves zeros: the next round's histogram begins with them
     const int64_t* mass = nullptr;     // [rows, lines]
     const int32_t* segment = nullptr;  // [lines]
     const int32_t* tie = nullptr;      // [lines]
@@ -52,6 +53,8 @@ struct SelectParams {
 void select_histogram(const SelectParams& params, cudaStream_t stream);
 void select_update(const SelectParams& params, cudaStream_t stream);
 void select_pack(const SelectParams& params, cudaStream_t stream);
+// All rounds and the packing, for lines that one process holds. `state` and `histogram` are scratch.
+void select_lines(const SelectParams& params, cudaStream_t stream);
 
 struct ListParams {
     int32_t rows = 0;           // batch * heads

@@ -46,9 +46,11 @@ struct Shape {
 
 // What is attended. Query block i attends key block j iff doc_start[i] == doc_start[j], j <= i and bit
 // doc_start[i] + i - j of slash_words is set (at j == i the lower triangle only); it attends column c iff
-// doc_start[i] == doc_start[c / 64], c / 64 < i and bit doc_start[i] + i - c / 64 is clear.
+// doc_start[i] == doc_start[c / 64], c / 64 < i and bit doc_start[i] + i - c / 64 is clear. With row lists every local
+// query block has a row of its own, whose bit j stands for key block j; there are no columns then.
 struct Mask {
     const int64_t* slash_words = nullptr;  // [batch, heads, ceil(blocks / 64)], contiguous
+    bool row_lists = false;                // slash_words is [batch, heads, q_blocks, ceil(blocks / 64)]
     const int32_t* doc_start = nullptr;    // [blocks]
     const int32_t* q_blocks = nullptr;     // [q_blocks], global block of each local query block
     const int32_t* kv_blocks = nullptr;    // [chunks, kv_blocks], contiguous; null without chunks

@@ -1,7 +1,8 @@
 // Forward kernel: slash tiles and compact vertical tiles in one online-softmax pass.
 //
-// A warpgroup keeps its output in registers. While it does the softmax of tile n, the tensor cores compute
-// the scores of tile n+1 and the output product of tile n-1: what it waits for was started a whole tile earlier.
+// A warpgroup keeps its queries and its output in registers. While it does the softmax of tile n, the tensor cores
+// compute the scores of tile n+1 and the output product of tile n-1: what it waits for was started a whole tile
+// earlier.
 #pragma once
 
 #include "sm90/row_walk.cuh"
@@ -13,6 +14,7 @@ template <typename T, typename Plan>
 struct ForwardConsumer {
     static constexpr int kHeadDim = Plan::kHeadDim;
     static constexpr int kNone = TileReader<RowShared<Plan>>::kNone, kBlocked = kNone - 2;
+    using Query = uint32_t[kHeadDim / 4];
     using Output = float[kHeadDim / 2];
 
     // Scores of a tile and the weights made of them. Tiles alternate between two.
@@ -30,7 +32,7 @@ struct ForwardConsumer {
     // or kNone.
     int older, before, now;
 
-    __device__ __forceinline__ void start_scores(uint32_t query, int stage, Buffers& to) {
+    __device__ __forceinline__ void start_scores(const Query& query, int stage, Buffers& to) {
         multiply_nt<T, kHeadDim>(to.scores, query, smem_address(shared.k[stage]));
         wgmma_commit();
     }
@@ -85,7 +87,8 @@ struct ForwardConsumer {
     }
 
     // Starts the scores of tile n+1 in `other` and weighs tile n in `mine`.
-    __device__ __forceinline__ void end_step(uint32_t query, int next, Output& output, Buffers& mine, Buffers& other) {
+    __device__ __forceinline__ void end_step(const Query& query, int next, Output& output, Buffers& mine,
+                                             Buffers& other) {
         wgmma_fence();
         start_scores(query, next, other);
         if (weigh(mine)) rescale_output(output);
@@ -112,7 +115,7 @@ struct ForwardConsumer {
 
     // One row tile: leaves the unnormalised output and the softmax state. False if the rows met no tile. Tiles come in
     // runs: a run ends with the rows, or where the pipeline has to be emptied because so many tiles were skipped.
-    __device__ __forceinline__ bool attend(uint32_t query, Output& output) {
+    __device__ __forceinline__ bool attend(const Query& query, Output& output) {
         bool any = false;
         while (true) {
             before = now = kNone;
@@ -153,8 +156,33 @@ struct ForwardConsumer {
         }
     }
 
+    // Weights of the old and the new output of a row, and its lse, which is written.
+    struct Merge {
+        float theirs, mine;
+    };
+
+    __device__ __forceinline__ Merge merge_lse(float* lse_at, bool any, int r) const {
+        const float sum = quad_sum(softmax.sum[r]);
+        float lse = any ? softmax.maximum[r] * params.scale + logf(sum) : -INFINITY;
+        Merge merge{0.0f, any ? 1.0f / sum : 0.0f};
+        if (params.accumulate) {
+            const float old = *lse_at;
+            const float top = fmaxf(old, lse);
+            if (top != -INFINITY) {
+                const float weight_old = expf(old - top), weight_new = expf(lse - top);
+                const float total = weight_old + weight_new;
+                merge.theirs = weight_old / total;
+                merge.mine *= weight_new / total;
+                lse = top + logf(total);
+            }
+            __syncwarp();  // all lanes of the row have read it
+        }
+        if (thread % 4 == 0) *lse_at = lse;
+        return merge;
+    }
+
     // Normalises, merges with what is there, rounds if final.
-    __device__ __forceinline__ void store(const RowTile& tile, bool any, const Output& output) {
+    __device__ __forceinline__ void store(const RowTile& tile, bool any, const Output& output) const {
         const bool is_final = params.final.data != nullptr;
         const int local = tile.first + reader.warpgroup;
         if (local >= params.shape.q_blocks || (!any && params.accumulate && !is_final)) return;
@@ -163,43 +191,33 @@ struct ForwardConsumer {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = local * kBlock + (thread / 32) * 16 + (thread % 32) / 4 + 8 * r;
-            const float sum = quad_sum(softmax.sum[r]);
-            float lse = any ? softmax.maximum[r] * params.scale + logf(sum) : -INFINITY;
-            float mine = any ? 1.0f / sum : 0.0f;
-            float theirs = 0.0f;
-            float* lse_at = params.lse + head_rows + row;
-            if (params.accumulate) {
-                const float old = *lse_at;
-                const float top = fmaxf(old, lse);
-                if (top != -INFINITY) {
-                    const float weight_old = expf(old - top), weight_new = expf(lse - top);
-                    const float total = weight_old + weight_new;
-                    theirs = weight_old / total;
-                    mine *= weight_new / total;
-                    lse = top + logf(total);
-                }
-                __syncwarp();
-            }
-            const int column = 2 * (thread % 4);
+            const Merge merge = merge_lse(params.lse + head_rows + row, any, r);
             float* partial = params.partial.data + tile.batch * params.partial.batch_stride +
-                             row * params.partial.row_stride + tile.head * params.partial.head_stride + column;
+                             row * params.partial.row_stride + tile.head * params.partial.head_stride +
+                             2 * (thread % 4);
             T* rounded = static_cast<T*>(params.final.data) + tile.batch * params.final.batch_stride +
-                         row * params.final.row_stride + tile.head * params.final.head_stride + column;
+                         row * params.final.row_stride + tile.head * params.final.head_stride + 8 * (thread % 4);
 #pragma unroll
-            for (int j = 0; j < kHeadDim / 8; ++j) {
-                float2 value = {output[4 * j + 2 * r] * mine, output[4 * j + 2 * r + 1] * mine};
-                if (params.accumulate) {
-                    const float2 old = *reinterpret_cast<const float2*>(partial + 8 * j);
-                    value.x += theirs == 0.0f ? 0.0f : old.x * theirs;
-                    value.y += theirs == 0.0f ? 0.0f : old.y * theirs;
+            for (int group = 0; group < kHeadDim / 32; ++group) {
+                uint32_t words[4];
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    const int j = 4 * group + k;
+                    float2 value = {output[4 * j + 2 * r] * merge.mine, output[4 * j + 2 * r + 1] * merge.mine};
+                    float2* at = reinterpret_cast<float2*>(partial + 8 * j);
+                    if (merge.theirs != 0.0f) {
+                        const float2 old = *at;
+                        value.x += old.x * merge.theirs;
+                        value.y += old.y * merge.theirs;
+                    }
+                    if (!is_final) *at = value;
+                    words[k] = Element<T>::pack(value.x, value.y);
                 }
                 if (is_final) {
-                    *reinterpret_cast<uint32_t*>(rounded + 8 * j) = Element<T>::pack(value.x, value.y);
-                } else {
-                    *reinterpret_cast<float2*>(partial + 8 * j) = value;
+                    quad_transpose(words, thread % 4);
+                    *reinterpret_cast<uint4*>(rounded + 32 * group) = {words[0], words[1], words[2], words[3]};
                 }
             }
-            if (thread % 4 == 0) *lse_at = lse;
         }
     }
 
@@ -210,10 +228,12 @@ struct ForwardConsumer {
 #pragma unroll
             for (int i = 0; i < kHeadDim / 2; ++i) output[i] = 0.0f;
             softmax.reset(params.scale * static_cast<float>(M_LOG2E));
+            Query query;
             mbarrier_wait(&shared.row_ring[reader.warpgroup].full[rows.stage], rows.parity);
-            const bool any = attend(smem_address(shared.rows[rows.stage][reader.warpgroup][0]), output);
+            load_operand<kHeadDim>(smem_address(shared.rows[rows.stage][reader.warpgroup][0]), thread, query);
             release(&shared.row_ring[reader.warpgroup].empty[rows.stage]);
             rows.advance();
+            const bool any = attend(query, output);
             store(RowTile::at<Plan::kRowBlocks>(params.shape, work.item), any, output);
         }
     }

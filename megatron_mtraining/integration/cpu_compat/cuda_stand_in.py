@@ -7,6 +7,7 @@ wall-clock time, the CUDA generator is the CPU's.
 
 import contextlib
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -105,7 +106,7 @@ def _replacements() -> dict[str, Any]:
         "set_rng_state": _set_rng_state,
         "manual_seed": torch.manual_seed,
         "mem_get_info": lambda *_: (0, 0),
-        "memory_stats": lambda *_: {},
+        "memory_stats": lambda *_: defaultdict(int),  # every number that is asked for is 0
         "stream": _stream_context,
         "Event": Event,
         "Stream": Stream,

@@ -70,10 +70,11 @@ def kept_block_pairs(
 ) -> Iterator[BlockPairs]:
     """The kept block pairs between ``q_blocks [Lq]`` and ``kv_blocks [C, Lk]``, distance by distance.
 
+    ``slash_words`` are lines (3-D) or row lists (4-D: ``[batch, heads, Lq, words]``, bit ``j``: global key block ``j``).
     Within one item every query block occurs at most once; with ``per_group_head`` also every key block (one query head of
     each group at a time), so that gradients can be accumulated by plain indexing, in a fixed order.
     """
-    batch, heads, _ = slash_words.shape
+    batch, heads = slash_words.shape[:2]
     num_blocks, kv_count = doc_start.numel(), kv_blocks.numel()
     if not kv_count or not q_blocks.numel():
         return
@@ -91,7 +92,10 @@ def kept_block_pairs(
         if not reach.numel():
             continue
         for subset in subsets:
-            kept = bits[subset[:, None], (start[reach] + distance)[None, :]].nonzero()
+            if slash_words.dim() == 4:
+                kept = bits[subset[:, None], reach[None, :], (rows[reach] - distance)[None, :]].nonzero()
+            else:
+                kept = bits[subset[:, None], (start[reach] + distance)[None, :]].nonzero()
             which, row = subset[kept[:, 0]], reach[kept[:, 1]]
             for part in range(0, which.numel(), PAIRS_PER_SLAB):
                 h, r = which[part : part + PAIRS_PER_SLAB], row[part : part + PAIRS_PER_SLAB]

@@ -89,8 +89,11 @@ def column_work(column_list: Tensor, slash_words: Tensor, doc_start: Tensor, q_b
     column_start = starts[column_block]
     for local, row in enumerate(rows.tolist()):
         start = int(starts[row])
-        line = (start + row - column_block).clamp(0, num_blocks - 1)
-        kept = (column_list >= 0) & (column_block < row) & (column_start == start) & ~bits.gather(-1, line)
+        if slash_words.dim() == 4:
+            covered = bits[:, :, local].gather(-1, column_block)
+        else:
+            covered = bits.gather(-1, (start + row - column_block).clamp(0, num_blocks - 1))
+        kept = (column_list >= 0) & (column_block < row) & (column_start == start) & ~covered
         for sample in range(batch):
             for head in range(heads):
                 slots = kept[sample, head].nonzero().flatten()

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...bitmap import pack_bits
+from ...budget import STATE_FIELDS
 
 # Entries of a selection's state, per (batch, head, document).
 P_PREFIX, P_ABOVE, TOTAL, CAP_MASS, CAP_TIE, CAP_ABOVE = range(6)
@@ -95,3 +96,26 @@ def select_pack(mass: Tensor, segment: Tensor, tie: Tensor, state: Tensor, all_l
     cut = (mass < cap_mass) | ((mass == cap_mass) & (tie.long() < _line_state(state, segment, CAP_TIE)))
     enough = torch.ones_like(cut) if all_lines else mass >= _line_state(state, segment, P_PREFIX)
     return pack_bits(_candidates(mass, segment, all_lines) & enough & ~cut)
+
+
+def select_lines(
+    mass: Tensor,
+    segment: Tensor,
+    tie: Tensor,
+    documents: int,
+    digit_bits: int,
+    mass_rounds: int,
+    tie_rounds: int,
+    p_num: int,
+    p_den: int,
+    cap: int,
+    all_lines: bool,
+) -> Tensor:
+    """All rounds and the packing, for lines that one process holds."""
+    state = mass.new_zeros((*mass.shape[:2], documents, STATE_FIELDS))
+    rounds = 0 if all_lines and cap < 0 else mass_rounds + tie_rounds
+    for number in range(rounds):
+        split = (number, digit_bits, mass_rounds, tie_rounds)
+        histogram = select_histogram(mass, segment, tie, state, *split, all_lines)
+        select_update_(histogram, state, *split, p_num, p_den, cap)
+    return select_pack(mass, segment, tie, state, all_lines)

@@ -1,0 +1,68 @@
+"""Plot of TFLOP/s on useful pairs against density, from the JSON of bench_ops.
+
+python -m benchmarks.plot_ops benchmarks/results/ops-DATE-CARD.json docs/images/kernels.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+STYLES = {
+    "mtraining-sm90": ("this package, sm90", "C0", "o-"),
+    "mtraining-sm90-fast": ("this package, sm90, fast mode", "C0", "o--"),
+    "mtraining-sm80": ("this package, sm80", "C1", "s-"),
+    "flash-attention-4-slash-128": ("FlashAttention-4, slash blocks alone (128)", "C2", "^-"),
+    "flex-slash-128": ("FlexAttention, slash blocks alone (128)", "C3", "v-"),
+    "cudnn": ("cuDNN, dense", "C4", "*"),
+    "flash-attention-4": ("FlashAttention-4, dense", "C5", "P"),
+    "flash-attention-2": ("FlashAttention-2, dense", "C6", "X"),
+}
+
+
+def points(rows: list[dict[str, Any]], impl: str, kind: str) -> list[tuple[float, float]]:
+    """(density in percent, TFLOP/s) of one implementation, by density."""
+    return sorted((100 * r["density"], r["tflops"]) for r in rows if r["impl"] == impl and r["pass"] == kind)
+
+
+def draw(results: dict[str, Any], seq_len: int, heads: int, target: Path) -> None:
+    """Forward and backward side by side."""
+    rows = [r for r in results["rows"] if r["seq_len"] == seq_len and r["heads"] == heads and "cp_size" not in r]
+    shape = f"{heads}/{rows[0]['kv_heads']} heads, dimension {rows[0]['head_dim']}"
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
+    for axis, kind in zip(axes, ("forward", "backward"), strict=True):
+        for impl, (label, color, style) in STYLES.items():
+            found = points(rows, impl, kind)
+            if found:
+                axis.plot(*zip(*found, strict=True), style, color=color, label=label, markersize=6)
+        axis.axhline(results["matmul_tflops"], color="grey", linewidth=0.8, linestyle=":", label="bf16 matmul")
+        axis.set(xscale="log", xlabel="density, %", title=kind, ylim=(0, None))
+        axis.set_xticks([2, 5, 10, 100], ["2", "5", "10", "100"])
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("TFLOP/s on useful pairs")
+    axes[1].legend(fontsize=7, loc="lower right")
+    figure.suptitle(f"{results['device']}, N = {seq_len:,}, {shape}, bf16, {results['date']}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(target, dpi=130)
+
+
+def main() -> None:
+    """Draws the plot."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--seq-len", type=int, default=131072)
+    parser.add_argument("--heads", type=int, default=16)
+    args = parser.parse_args()
+    draw(json.loads(args.results.read_text()), args.seq_len, args.heads, args.target)
+
+
+if __name__ == "__main__":
+    main()

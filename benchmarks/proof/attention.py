@@ -1,0 +1,100 @@
+"""The attention variants of the study, put into a built model in place of its core attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.proof.estimators import PROBES, ProbeView, joint, spread_rows
+from benchmarks.proof.variants import variant
+from megatron_mtraining import MTrainingConfig, VerticalSlashIndex, mtraining_attention
+from megatron_mtraining.integration import runtime
+from megatron_mtraining.integration.core_attention import MTrainingCoreAttention
+from megatron_mtraining.integration.layout_mode import CONVERT, LayoutMode
+from megatron_mtraining.layout import Layout
+from megatron_mtraining.metrics import Recorder
+
+
+class DenseCoreAttention(torch.nn.Module):
+    """Dense causal attention by PyTorch's fastest kernel on Hopper (cuDNN), what the sparse runs are compared with."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **_: Any
+    ) -> Tensor:
+        """``[s, b, h, d]`` in, ``[s, b, h * d]`` out; causal, whatever the mask argument says."""
+        backend = SDPBackend.CUDNN_ATTENTION if query.is_cuda else SDPBackend.MATH
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        with sdpa_kernel(backend):
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def attention_layers(model: GPTModel) -> list[Any]:
+    """The self-attention modules, in the order of the layers."""
+    return [layer.self_attention for layer in model.decoder.layers]
+
+
+class JointCoreAttention(MTrainingCoreAttention):
+    """MTraining attention under an index of :func:`benchmarks.proof.estimators.joint`; one rank, one sample at a time.
+
+    Args:
+        share: share of the probes' mass.
+        options: as of :class:`MTrainingCoreAttention`.
+    """
+
+    def __init__(self, *args: Any, share: float, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.share = share
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **_: Any
+    ) -> Tensor:
+        """``[s, b, h, d]`` in, ``[s, b, h * d]`` out."""
+        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+        outs = [self._one(*(x[i : i + 1] for x in (q, k, v))) for i in range(q.shape[0])]
+        return torch.cat(outs).transpose(0, 1).flatten(2)
+
+    def _one(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scale = q.shape[3] ** -0.5
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+            rows = spread_rows(q.shape[1], min(PROBES, q.shape[1]), q.device)
+            index = joint(ProbeView.make(q.detach(), k.detach(), rows, scale), self.share)
+        index = replace(index, column_capacity=min(index.column_capacity, self.mtraining.max_compact_columns))
+        out, aux = mtraining_attention(q, k, v, config=self.mtraining, index=index, return_aux=True)
+        recorder = runtime.recorder()
+        if recorder is not None and self.training:
+            recorder.record(self.record_number, aux.index, aux.layout, aux.inner_size)
+        return out
+
+
+def use(model: GPTModel, name: str) -> None:
+    """The attention of a variant in every layer, in the model's mode of training; sparse ones as the plugin puts them."""
+    chosen = variant(name)
+    for number, attention in enumerate(attention_layers(model), 1):
+        contract = (model.config, number, AttnMaskType.causal, "self")
+        if chosen.config is None:
+            core: torch.nn.Module = DenseCoreAttention()
+        elif chosen.joint_share is None:
+            core = MTrainingCoreAttention(*contract, mtraining=chosen.config)
+        else:
+            core = JointCoreAttention(*contract, mtraining=chosen.config, share=chosen.joint_share)
+        attention.core_attention = core.train(model.training)
+
+
+@contextmanager
+def recorded() -> Iterator[dict[int, tuple[VerticalSlashIndex, Layout, int]]]:
+    """Within the block, sparse layers in training leave their index in the dict, by layer number."""
+    recorder = Recorder()
+    runtime.use(runtime.Runtime(MTrainingConfig(), LayoutMode(CONVERT, "one rank"), recorder=recorder))
+    try:
+        yield recorder.indices
+    finally:
+        runtime.use(None)

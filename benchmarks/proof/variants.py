@@ -1,0 +1,47 @@
+"""The runs that are compared, by name: dense attention, the library's configurations, and the study's own estimator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_mtraining import MTrainingConfig
+
+DENSE = "dense"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a run attends.
+
+    Attributes:
+        config: the attention's options; None: PyTorch's dense attention.
+        joint_share: share of the probes' mass for :func:`benchmarks.proof.estimators.joint` over spread probes, in place of
+            the config's estimation.
+    """
+
+    config: MTrainingConfig | None = None
+    joint_share: float | None = None
+
+
+VARIANTS: dict[str, Variant] = {
+    DENSE: Variant(),
+    "ring-dense": Variant(MTrainingConfig(dense=True)),
+    "top-p-0.95": Variant(MTrainingConfig(top_p=0.95)),
+    "top-p-0.90": Variant(MTrainingConfig(top_p=0.90)),
+    "joint-0.95": Variant(MTrainingConfig(), joint_share=0.95),
+    "joint-0.90": Variant(MTrainingConfig(), joint_share=0.90),
+    "xattention-0.90": Variant(MTrainingConfig(index_policy="xattention", top_p=0.90)),
+    "moba": Variant(MTrainingConfig(index_policy="moba", moba_block_size=512, moba_top_k=12)),
+}
+"""``dense`` is cuDNN's SDPA, ``ring-dense`` this project's own kernel with every distance on."""
+
+
+def variant(name: str) -> Variant:
+    """The variant of a name.
+
+    Raises:
+        ValueError: for a name that is not in :data:`VARIANTS`.
+    """
+    if name not in VARIANTS:
+        raise ValueError(f"variant {name!r}: must be one of {', '.join(VARIANTS)}")
+    return VARIANTS[name]

@@ -1,0 +1,42 @@
+"""MTraining attention for NeMo's Megatron-Bridge: one call on a ``ConfigContainer``, and recipes for 512K tokens.
+
+    from megatron.bridge.training.gpt_step import forward_step
+    from megatron.bridge.training.pretrain import pretrain
+    from megatron_mtraining.bridge import enable
+
+    metrics = enable(cfg, top_p=0.90)
+    pretrain(cfg, forward_step, callbacks=[metrics])
+
+Importing this package imports neither Bridge nor Megatron; its modules do so when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__all__ = [
+    "MTrainingCallback",
+    "apply_overrides",
+    "enable",
+    "extend_hf_config",
+    "install",
+    "is_enabled",
+    "uninstall",
+]
+
+_LAZY = {
+    "MTrainingCallback": "callback",
+    "apply_overrides": "overrides",
+    "enable": "enabling",
+    "extend_hf_config": "rope",
+    "install": "enabling",
+    "is_enabled": "enabling",
+    "uninstall": "enabling",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)

@@ -1,0 +1,114 @@
+"""Turning a Bridge ``ConfigContainer`` to MTraining attention."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron_mtraining.config import MTrainingConfig
+from megatron_mtraining.integration import RefusedError
+from megatron_mtraining.integration.options import BACKEND, LAYOUT_MODES
+from megatron_mtraining.integration.rebind import Rebinding, rebind
+
+from .callback import MTrainingCallback
+from .hook import PreWrapHook, Settings, hooks_of, name_no_backend, through_layer_spec
+
+_installed: list[Rebinding] = []
+
+
+def enable(
+    cfg: Any,
+    config: MTrainingConfig | None = None,
+    *,
+    layout_mode: str = "auto",
+    inner_across_hosts: bool = False,
+    **options: Any,
+) -> MTrainingCallback:
+    """Turns a ``ConfigContainer`` to MTraining attention. Call it again to change the options.
+
+    Nothing is decided before the model is built, so overrides may follow. Then, on every rank: what is not supported is
+    refused by name, the process groups of the rings are made, batch and rotary embedding are dealt in the attention's
+    layout (or attention converts), every ``self_attention.core_attention`` is swapped, and the model is refused unless
+    all of them were. What Bridge saves of the config does not mention this package.
+
+    Args:
+        cfg: the container; its ``model`` is a provider (``GPTModelProvider`` ...) or the config of a model builder.
+            ``model.attention_backend="mtraining"`` is accepted (Bridge by itself takes any word, and does nothing).
+        config: the attention's config; made from ``options`` if left out.
+        layout_mode: ``auto``, ``native`` or ``convert``, as ``--mtraining-layout-mode``.
+        inner_across_hosts: whether an inner ring may cross hosts.
+        options: fields of :class:`MTrainingConfig`.
+
+    Returns:
+        A callback for Bridge's training loop that logs density and imbalance; handing it over is not required.
+
+    Raises:
+        RefusedError: if ``cfg`` has no model, or for an option or value that is not known.
+    """
+    settings = Settings(_config(config, options), _mode(layout_mode), inner_across_hosts)
+    if getattr(cfg, "model", None) is None:
+        raise RefusedError("cfg.model is None: set it before calling enable")
+    name_no_backend(cfg.model)
+    hooks = hooks_of(cfg.model)
+    hooks[:] = [hook for hook in hooks if not isinstance(hook, PreWrapHook)]
+    hooks.insert(0, PreWrapHook(settings, cfg))  # first: what is refused is refused before weights are loaded
+    through_layer_spec(cfg.model, settings)
+    return MTrainingCallback()
+
+
+def is_enabled(cfg: Any) -> bool:
+    """Whether :func:`enable` was called on ``cfg`` (or on what it is a copy of)."""
+    return any(isinstance(hook, PreWrapHook) for hook in hooks_of(cfg.model))
+
+
+def _config(config: MTrainingConfig | None, options: dict[str, Any]) -> MTrainingConfig:
+    if config is not None and options:
+        raise RefusedError(f"give either config or options, not both (options given: {', '.join(options)})")
+    if config is not None:
+        return config
+    unknown = sorted(set(options) - set(MTrainingConfig.__dataclass_fields__))
+    if unknown:
+        raise RefusedError(f"{unknown[0]}: no such option; valid: {', '.join(MTrainingConfig.__dataclass_fields__)}")
+    try:
+        return MTrainingConfig(**options)
+    except ValueError as error:
+        raise RefusedError(str(error)) from error
+
+
+def _mode(layout_mode: str) -> str:
+    if layout_mode not in LAYOUT_MODES:
+        raise RefusedError(f"layout_mode={layout_mode!r}: must be one of {', '.join(LAYOUT_MODES)}")
+    return layout_mode
+
+
+def install() -> None:
+    """Makes ``model.attention_backend="mtraining"`` enough in this process: Bridge's training loop then calls
+    :func:`enable` with its defaults. Without it, and without :func:`enable`, Bridge ignores the word. Idempotent.
+    """
+    if not _installed:
+        from megatron.bridge.training import config
+
+        name = config.__name__
+        _installed.append(rebind(name, "runtime_config_update", _wrap_update(config.runtime_config_update)))
+
+
+def uninstall() -> None:
+    """Takes out what :func:`install` put in."""
+    while _installed:
+        _installed.pop().undo()
+
+
+def _wrap_update(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Bridge's last look at a config before it sets up anything."""
+
+    @functools.wraps(original)
+    def runtime_config_update(cfg: Any) -> None:
+        if getattr(cfg.model, "attention_backend", None) == BACKEND and not is_enabled(cfg):
+            enable(cfg)
+        for hook in hooks_of(cfg.model):
+            if isinstance(hook, PreWrapHook):
+                hook.refuse(cfg)
+        original(cfg)
+
+    return runtime_config_update

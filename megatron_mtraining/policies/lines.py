@@ -1,0 +1,194 @@
+"""Policies that keep whole lines: top-p of the probe mass (paper, section 3.1), and fixed budgets (MInference).
+
+docs/design.md, "Mass" and "Top-p".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..bitmap import pack_bits
+from ..budget import Selection
+from ..comm import AllGather, AllReduce, Collective
+from ..config import BLOCK, ROW_LIST_POLICIES, MTrainingConfig
+from ..documents import Documents, ProbeTables
+from ..index import VerticalSlashIndex, document_table
+from ..layout import Layout
+from .estimation import Estimation
+from .select import select_lines
+
+MINFERENCE_SINKS = 30
+"""Tokens at the start that MInference's vertical lines always hold."""
+
+MINFERENCE_LOCAL_BLOCKS = 2
+"""Block distances that cover the 100 token diagonals which MInference's slash lines always hold."""
+
+
+@dataclass(frozen=True)
+class IndexTables:
+    """Everything about one rank's part of an estimation that depends on shapes alone, on the device.
+
+    Attributes:
+        probes: the probe tiles.
+        owned: ``(tile, local block)`` of the probe tiles whose rows this rank holds.
+        doc_start: int32 ``[n]``.
+        kv_blocks: int32 ``[local_blocks]``, global block of each local block.
+        slash_segment, slash_tie: int32 ``[n]`` of the slash lines, see :func:`_slash_tables`.
+        column_segment, column_tie: int32 ``[local_blocks * 64]`` of the local columns, see :func:`_column_tables`.
+        forced_slash, forced_columns: int64 words of the lines that are always kept.
+    """
+
+    probes: ProbeTables
+    owned: tuple[tuple[int, int], ...]
+    doc_start: Tensor
+    kv_blocks: Tensor
+    slash_segment: Tensor
+    slash_tie: Tensor
+    column_segment: Tensor
+    column_tie: Tensor
+    forced_slash: Tensor
+    forced_columns: Tensor
+
+
+def _slash_tables(documents: Documents) -> tuple[Tensor, Tensor, Tensor]:
+    """(segment, tie, distance) of the slash lines: entry ``doc_start + d``; a smaller distance wins a tie."""
+    distance = torch.arange(documents.num_blocks, dtype=torch.int32) - documents.doc_start
+    return documents.doc_id, documents.num_blocks - 1 - distance, distance
+
+
+def _column_tables(documents: Documents, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """(segment, tie) of the columns of some global blocks; a later position wins a tie.
+
+    The columns of a document's last real block, and those of its padding, reach no real row: they are no candidates.
+    """
+    last = torch.tensor([s + m - 1 for s, m in zip(documents.starts, documents.real_blocks, strict=True)])
+    candidate = blocks < last[documents.doc_id.long()][blocks.long()]
+    segment = torch.where(candidate, documents.doc_id[blocks.long()], -1).to(torch.int32)
+    position = blocks[:, None] * BLOCK + torch.arange(BLOCK, dtype=torch.int32)
+    return segment.repeat_interleave(BLOCK), position.flatten()
+
+
+@lru_cache(maxsize=32)
+def index_tables(
+    documents: Documents, layout: Layout, cp_rank: int, config: MTrainingConfig, device: torch.device
+) -> IndexTables:
+    """The tables of one rank, made once per (documents, layout, config, device)."""
+    probes = ProbeTables.make(documents, config.last_q)
+    local = {int(block): place for place, block in enumerate(layout.block_position[cp_rank].tolist())}
+    owned = tuple((tile, local[block]) for tile, block in enumerate(probes.blocks.tolist()) if block in local)
+    blocks = layout.block_position[cp_rank]
+    slash_segment, slash_tie, distance = _slash_tables(documents)
+    column_segment, column_tie = _column_tables(documents, blocks)
+    # Tokens from the start of each document: sinks are the first of them.
+    local_blocks, sink_tokens = forced_lines(config)
+    offset = torch.arange(documents.num_blocks * BLOCK) - documents.doc_start.repeat_interleave(BLOCK) * BLOCK
+    return IndexTables(
+        probes=probes.to(device),
+        owned=owned,
+        doc_start=document_table(documents, "doc_start", device),
+        kv_blocks=blocks.to(device),
+        slash_segment=slash_segment.to(device),
+        slash_tie=slash_tie.to(device),
+        column_segment=column_segment.to(device),
+        column_tie=column_tie.to(device),
+        forced_slash=pack_bits(distance < min(local_blocks, documents.num_blocks)).to(device),
+        forced_columns=pack_bits(offset < min(sink_tokens, documents.seq_len)).to(device),
+    )
+
+
+def forced_lines(config: MTrainingConfig) -> tuple[int, int]:
+    """``(block distances, first tokens)`` that are always kept."""
+    if config.index_policy == "fixed":
+        return max(config.local_blocks, MINFERENCE_LOCAL_BLOCKS), max(config.sink_tokens, MINFERENCE_SINKS)
+    return config.local_blocks, config.sink_tokens
+
+
+def line_budgets(config: MTrainingConfig, documents: Documents) -> tuple[Selection, Selection]:
+    """How slash lines and vertical lines are selected: by share and cap, or (fixed budgets) by the cap alone."""
+    fixed = config.index_policy == "fixed"
+    shares = (Fraction(1), Fraction(1)) if fixed else (config.slash_share, config.vertical_share)
+    caps = (config.fixed_slash, config.fixed_vertical) if fixed else (config.max_slash, config.max_vertical)
+    lines = (documents.num_blocks, documents.num_blocks * BLOCK)
+    slash, vertical = (
+        Selection.make(share, cap, lines=count, last_q=config.last_q, documents=len(documents.starts))
+        for share, cap, count in zip(shares, caps, lines, strict=True)
+    )
+    return slash, vertical
+
+
+def column_capacity(documents: Documents, config: MTrainingConfig) -> int:
+    """Most columns that an estimated index can keep per head."""
+    if config.dense or config.index_policy in ROW_LIST_POLICIES:
+        return 0
+    most = config.fixed_vertical if config.index_policy == "fixed" else config.max_vertical
+    cap = documents.seq_len if most is None else most + forced_lines(config)[1]
+    return min(sum(min(span * BLOCK, cap) for span in documents.spans), documents.num_blocks * BLOCK)
+
+
+@dataclass(frozen=True)
+class ProbeMass:
+    """Masses of the probe rows, in units of 2**-32 of a row.
+
+    Attributes:
+        slash: int64 ``[batch, heads, n]`` of the slash lines, on every rank; entry ``doc_start + distance``.
+        columns: int64 ``[batch, heads, local_blocks * 64]`` of the rank's own columns.
+        probe_q: ``[batch, tiles, 64, heads, head_dim]``: the probe rows, on every rank.
+    """
+
+    slash: Tensor
+    columns: Tensor
+    probe_q: Tensor
+
+
+def probe_masses(call: Estimation, tables: IndexTables) -> Generator[Collective, Tensor, ProbeMass]:
+    """Attention of the probe rows over all keys, summed by line."""
+    batch, _, heads, dim = call.q.shape
+    probes = tables.probes
+    probe_q = call.q.new_zeros((batch, probes.blocks.numel(), BLOCK, heads, dim))
+    for tile, block in tables.owned:
+        probe_q[:, tile] = call.q[:, block * BLOCK : (block + 1) * BLOCK]
+    if call.layout.cp_size > 1:
+        # Each row is non-zero on one rank only, so the sum is exact in any type.
+        probe_q = yield AllReduce(probe_q)
+    args = (probe_q, call.k, probes.blocks, probes.rows, probes.block_probes, tables.doc_start, tables.kv_blocks)
+    ops, scale = call.ops, call.scale
+    row_max = yield AllReduce(ops.probe_row_max(*args, scale), "max")
+    row_sum = yield AllReduce(ops.probe_row_sum(*args, scale, row_max))
+    columns, local_slash = ops.probe_mass(*args, scale, row_max, row_sum)
+    slash = yield AllReduce(local_slash)
+    return ProbeMass(slash, columns, probe_q)
+
+
+def line_steps(call: Estimation) -> Generator[Collective, Tensor, VerticalSlashIndex]:
+    """The index of lines. The same bits on every rank, for every number of ranks and layout (of one implementation)."""
+    documents, layout, ops = call.documents, call.layout, call.ops
+    tables = index_tables(documents, layout, call.cp_rank, call.config, call.device)
+    mass = yield from probe_masses(call, tables)
+    slash, vertical = line_budgets(call.config, documents)
+    count = len(documents.starts)
+    slash_words = yield from select_lines(
+        mass.slash, tables.slash_segment, tables.slash_tie, slash, count, ops, shared=True
+    )
+    local_words = yield from select_lines(
+        mass.columns, tables.column_segment, tables.column_tie, vertical, count, ops, shared=layout.cp_size == 1
+    )
+    gathered = yield AllGather(local_words)
+    words = in_sequence(gathered.permute(1, 2, 0, 3), layout)
+    return VerticalSlashIndex(
+        slash_words | tables.forced_slash,
+        words | tables.forced_columns,
+        documents,
+        column_capacity(documents, call.config),
+    )
+
+
+def in_sequence(gathered: Tensor, layout: Layout) -> Tensor:
+    """``[..., ranks, local_blocks]`` -> ``[..., n]`` in the order of the sequence."""
+    flat = gathered.flatten(-2)
+    return flat if layout.cp_size == 1 else flat[..., layout.inverse(gathered.device).long()]

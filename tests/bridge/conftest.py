@@ -1,0 +1,33 @@
+"""Bridge's own classes where it is installed; a model provider of the same shape elsewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.training", reason="needs megatron-core 0.19 or newer")
+
+from tests.megatron.conftest import no_plugin_left, on_cpu, one_rank  # noqa: F401 - fixtures
+
+from . import on_cpu as bridge_on_cpu
+
+HAVE_BRIDGE = importlib.util.find_spec("megatron.bridge") is not None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of Bridge's own classes are skipped, with the reason, where it is not installed."""
+    if HAVE_BRIDGE:
+        return
+    skip = pytest.mark.skip(reason="needs Megatron-Bridge: pip install megatron-mtraining[nemo]")
+    for item in items:
+        if item.get_closest_marker("bridge") is not None:  # a folder's name is a keyword, too
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def bridge() -> Any:
+    """`megatron.bridge`, with stand-ins for what a machine without a GPU lacks."""
+    bridge_on_cpu.import_bridge()
+    return importlib.import_module("megatron.bridge")

@@ -1,0 +1,122 @@
+"""Runs the functional tests without Megatron's runner (which needs uv and yq): same files, same rules.
+
+    python -m tests.functional_tests run CASE ... --megatron DIR [--record] [--output DIR]
+    python -m tests.functional_tests compare CASE --tensorboard DIR
+
+``run`` trains with an unmodified ``pretrain_gpt.py`` of the Megatron-LM checkout DIR and compares with the golden values;
+``--record`` writes them instead. Where ``megatron-mtraining enable`` was run the script is started as it is, else through
+the launcher. ``compare`` looks at the TensorBoard files of a run that is there already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_mtraining import opt_in
+
+from . import golden
+from .cases import Case, load_cases
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = "pretrain_gpt.py"
+
+
+def command(case: Case, script: Path, output: Path, plain: bool) -> list[str]:
+    """The command line that trains."""
+    paths = {
+        "TENSORBOARD_PATH": str(output / "tensorboard"),
+        "DATA_CACHE_PATH": str(output / "cache"),
+        "CHECKPOINT_SAVE_PATH": str(output / "checkpoints"),
+        "CHECKPOINT_LOAD_PATH": str(output / "no_checkpoints"),
+        "DATA_PATH": str(output),
+    }
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.gpus}"]
+    launcher = [] if plain else ["-m", "megatron_mtraining.launch"]
+    exit_interval = ["--exit-interval", str(case.steps)]  # as Megatron's runner sets it
+    return [*start, *launcher, str(script), *case.arguments(paths), *exit_interval]
+
+
+def train(case: Case, megatron: Path, output: Path, extra: Sequence[str]) -> None:
+    """Trains; the output goes to ``log.txt``.
+
+    Raises:
+        SystemExit: with one line, if the script is not there or training fails.
+    """
+    script = (megatron / SCRIPT).resolve()
+    if not script.is_file():
+        raise SystemExit(f"--megatron {megatron}: no {SCRIPT} there; give the folder of a Megatron-LM checkout")
+    shutil.rmtree(output, ignore_errors=True)  # an earlier run's TensorBoard files would be read instead of this one's
+    output.mkdir(parents=True)
+    path = os.pathsep.join([str(script.parent), str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    variables = os.environ | case.environment_variables() | {"PYTHONPATH": path}
+    words = [*command(case, script, output, bool(opt_in.enabled_folders())), *extra]
+    with (output / "log.txt").open("w") as log:
+        done = subprocess.run(words, env=variables, stdout=log, stderr=subprocess.STDOUT, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{case.name}: training failed with status {done.returncode}; see {output / 'log.txt'}")
+
+
+def report(case: Case, tensorboard: Path) -> bool:
+    """Compares a run with the golden values and prints a line per metric that fails; returns whether none does."""
+    actual = golden.read_tensorboard(tensorboard, case.steps)
+    failures = golden.compare(golden.read(case.golden_values), actual, case.metrics, case.approximate)
+    kind = "approximately" if case.approximate else "exactly"
+    print(f"{case.name}: {'FAILED' if failures else 'passed'} ({', '.join(case.metrics)}, {kind})", flush=True)
+    for line in failures:
+        print(f"  {line}", flush=True)
+    return not failures
+
+
+def run(case: Case, options: argparse.Namespace) -> bool:
+    """Trains one case and compares it, or records its golden values."""
+    output = options.output / case.name
+    train(case, options.megatron, output, options.extra.split())
+    if options.record:
+        golden.write(golden.read_tensorboard(output / "tensorboard", case.steps), case.golden_values)
+        print(f"{case.name}: recorded {case.golden_values}", flush=True)
+        return True
+    return report(case, output / "tensorboard")
+
+
+def parse(argv: Sequence[str] | None, cases: dict[str, Case]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.functional_tests", description=__doc__.split("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    running = commands.add_parser("run", help="train and compare")
+    running.add_argument("cases", nargs="*", default=sorted(cases), choices=[*sorted(cases), []], metavar="case")
+    running.add_argument("--megatron", type=Path, required=True, help="folder of a Megatron-LM checkout")
+    running.add_argument("--output", type=Path, default=None, help="folder of the runs (default: a temporary one)")
+    running.add_argument("--record", action="store_true", help="write the golden values instead of comparing")
+    running.add_argument("--extra", default="", help="more options of Megatron, as one string")
+    comparing = commands.add_parser("compare", help="compare a run that is there")
+    comparing.add_argument("case", choices=sorted(cases))
+    comparing.add_argument("--tensorboard", type=Path, required=True, help="folder of its TensorBoard files")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command.
+
+    Raises:
+        SystemExit: with status 1 if a case fails.
+    """
+    cases = load_cases()
+    options = parse(argv, cases)
+    if options.command == "compare":
+        raise SystemExit(0 if report(cases[options.case], options.tensorboard) else 1)
+    if options.output is None:
+        options.output = Path(tempfile.mkdtemp(prefix="mtraining-functional-"))
+        print(f"runs are in {options.output}")
+    passed = [run(cases[name], options) for name in options.cases]
+    raise SystemExit(0 if all(passed) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""What the plugin is combined with in Megatron's training loop, over 4 processes; the smaller set is in test_training.py.
+
+Each scenario must have the gradients (or, where the optimizer holds shards of them, the losses) of its reference, which is
+Megatron's data parallelism alone.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from .test_training import (
+    ALL,
+    CP2,
+    CP4,
+    FULL_RECOMPUTE,
+    GUARDED,
+    PACKED,
+    ROPE,
+    SPARSE,
+    assert_same_gradients,
+    assert_same_losses,
+    run_scenarios,
+)
+
+pytestmark = pytest.mark.full
+
+TWO_STEPS = f"{ROPE} {ALL} --train-iters 2"
+ZERO = "--use-distributed-optimizer --overlap-grad-reduce"
+MTP = f"{ROPE} {ALL} --mtp-num-layers 1"
+EXPERTS = f"{ROPE} {ALL} --num-experts 4 --moe-router-topk 2"
+NORMED = f"{ROPE} {ALL} --qk-layernorm"
+SCHEDULE = f"{ROPE} --mtraining-top-p-schedule 1:0.5:2 --train-iters 3"
+CHECKPOINT = "--ckpt-format torch_dist"
+
+SCENARIOS = {
+    "dp4": TWO_STEPS,
+    "no_accumulation": f"{TWO_STEPS} {CP4} --micro-batch-size 4",
+    "overlapped_gradients": f"{TWO_STEPS} {CP2} --overlap-grad-reduce",
+    "overlapped_gather": f"{TWO_STEPS} {CP2} {ZERO} --overlap-param-gather",
+    "hierarchical_optimizer": f"{TWO_STEPS} {CP4} --hierarchical-context-parallel-sizes 2 2 {ZERO}",
+    "deterministic": f"{TWO_STEPS} {CP4} --deterministic-mode",
+    "experts_dp4": EXPERTS,
+    "experts_parallel": f"{EXPERTS} {CP2} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
+    "normed_dp4": NORMED,
+    "normed_cp4": f"{NORMED} {CP4}",
+    "mtp_dp4": MTP,
+    "mtpmean_cp4": f"{MTP} {CP4}",
+    "mtpmean_zigzag": f"{MTP} {CP4} --mtraining-layout zigzag",
+    "guarded_dp4": GUARDED,
+    "guarded_tp2_cp2": f"{GUARDED} {CP2} --tensor-model-parallel-size 2",
+    "packed_dp4": PACKED,
+    "packed_tp2_cp2": f"{PACKED} {CP2} --tensor-model-parallel-size 2",
+    "packed_full_recompute": f"{PACKED} {CP4} {FULL_RECOMPUTE}",
+    "packed_samples2": f"{PACKED} {CP2} --micro-batch-size 2",
+    "packed_hierarchical": f"{PACKED} {CP4} --hierarchical-context-parallel-sizes 2 2",
+    "scheduled": f"{SCHEDULE} {CP4} --save-interval 1 --save FOLDER/scheduled {CHECKPOINT}",
+    "resumed": f"{SCHEDULE} {CP2} --load FOLDER/scheduled --ckpt-step 2 {CHECKPOINT}",
+    "sparse_selective": f"{SPARSE} {CP4} --recompute-granularity selective --recompute-modules core_attn mlp",
+    "sparse_dp4": SPARSE,
+}
+
+PAIRS = [
+    ("no_accumulation", "dp4"),
+    ("overlapped_gradients", "dp4"),
+    ("deterministic", "dp4"),
+    ("experts_parallel", "experts_dp4"),
+    ("normed_cp4", "normed_dp4"),
+    ("guarded_tp2_cp2", "guarded_dp4"),
+    ("packed_tp2_cp2", "packed_dp4"),
+    ("packed_full_recompute", "packed_dp4"),
+    ("packed_samples2", "packed_dp4"),
+    ("packed_hierarchical", "packed_dp4"),
+    ("sparse_selective", "sparse_dp4"),
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return run_scenarios(SCENARIOS, tmp_path_factory.mktemp("composition"))
+
+
+@pytest.mark.parametrize(("name", "reference"), PAIRS)
+def test_gradients_are_those_of_data_parallelism_alone(runs, name, reference):
+    assert_same_gradients(runs, name, reference)
+    assert_same_losses(runs, name, reference)
+
+
+@pytest.mark.parametrize("name", ["overlapped_gather", "hierarchical_optimizer"])
+def test_losses_with_a_sharded_optimizer(runs, name):
+    """The second step's loss shows what the first one did to the weights."""
+    assert_same_losses(runs, name, "dp4")
+
+
+@pytest.mark.parametrize("name", ["mtpmean_cp4", "mtpmean_zigzag"])
+def test_the_loss_of_multi_token_prediction_differs_by_megatrons_own_count(runs, name):
+    """Megatron divides it by each rank's own number of tokens, and the rank with the end of the sequence has one less.
+
+    With the mean over the ranks in its place, gradients equal those of one rank, in Megatron's own layout as in ours.
+    """
+    assert_same_gradients(runs, name, "mtp_dp4")
+
+
+def test_a_schedule_goes_on_after_a_resume(runs):
+    """The third step of a run that was resumed after the second, on another number of ranks."""
+    assert_same_gradients_of_steps(runs, ("resumed", 0), ("scheduled", 2))
+
+
+def assert_same_gradients_of_steps(runs, ours, theirs):
+    first, second = runs.gradients(*ours), runs.gradients(*theirs)
+    for parameter, gradient in second.items():
+        error = float((first[parameter] - gradient).norm() / gradient.norm())
+        assert error <= 1e-4, f"{ours} against {theirs}: {parameter} differs by {error:.1e}"

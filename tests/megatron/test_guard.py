@@ -1,0 +1,133 @@
+"""The guard: which calls go dense, that it is counted, and that every rank of the layer decides alike."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from megatron_mtraining import MTrainingConfig, estimate_index
+from megatron_mtraining.index import VerticalSlashIndex
+from megatron_mtraining.integration.guard import Guard, format_line, merged
+from megatron_mtraining.integration.layer_plan import LayerPlan
+from megatron_mtraining.recall import probe_recall
+
+from .ranks import run_ranks
+from .test_core_attention import core, qkv
+
+SPARSE = MTrainingConfig(top_p=0.3)
+
+
+def recall_of(q, k, config=SPARSE):
+    q, k = q.transpose(0, 1), k.transpose(0, 1)
+    index = estimate_index(q, k, config=config)
+    return float(probe_recall(q, k, index, config=config).amin()), float(index.density())
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("watched", ["recall", "density"])
+@pytest.mark.parametrize("breaks", [True, False])
+def test_a_call_outside_the_bounds_is_dense_and_counted(plugin, watched, breaks):
+    state = plugin(SPARSE)
+    q, k, v = qkv(seq=512)
+    sparse = core()(q, k, v, None)
+    state.plan = LayerPlan(dense_steps=1)
+    dense = core()(q, k, v, None)
+    assert float((sparse - dense).detach().abs().max()) > 1e-2
+    state.plan = LayerPlan()
+    recall, density = recall_of(q, k)
+    off = 1e-3 if breaks else -1e-3
+    state.guard = Guard(recall=recall + off) if watched == "recall" else Guard(density=density - off)
+    out = core()(q, k, v, None)
+    torch.testing.assert_close(out, dense if breaks else sparse, rtol=1e-5, atol=1e-6)
+    calls, went_dense, lowest, highest = state.guard.take()[0]
+    assert (calls, went_dense) == (1, int(breaks))
+    assert lowest == (recall if watched == "recall" else 1)
+    assert highest == density
+    assert not state.guard.take()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_gradients_of_a_guarded_call_are_those_of_dense_attention(plugin):
+    state = plugin(SPARSE)
+    q, k, v = qkv(seq=512)
+    state.guard = Guard(recall=1.0)
+    ours = torch.autograd.grad(core()(q, k, v, None).square().sum(), (q, k, v))
+    state.guard, state.plan = None, LayerPlan(dense_layers=frozenset({0}))
+    dense = torch.autograd.grad(core()(q, k, v, None).square().sum(), (q, k, v))
+    for x, wanted in zip(ours, dense, strict=True):
+        torch.testing.assert_close(x, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_evaluation_is_guarded_and_not_counted(plugin):
+    state = plugin(SPARSE)
+    q, k, v = qkv(seq=512)
+    state.guard = Guard(recall=1.0)
+    training = core()(q, k, v, None)
+    state.guard.take()
+    with torch.no_grad():
+        assert torch.equal(core().eval()(q, k, v, None), training)
+    assert not state.guard.take()
+
+
+def only_in_the_reference_operators(name):
+    """A method of tensors that waits for the device, and fails wherever but in the reference operators (CPU alone)."""
+    method = getattr(torch.Tensor, name)
+
+    def refusing(*args, **kwargs):
+        frame, callers = sys._getframe(1), []
+        while frame is not None:
+            callers.append(frame.f_code.co_filename)
+            frame = frame.f_back
+        if not any("ops/reference" in caller or "/torch/" in caller for caller in callers[:4]):
+            pytest.fail(f"Tensor.{name} in {callers[0]} waits for the device")
+        return method(*args, **kwargs)
+
+    return refusing
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_nothing_is_copied_to_the_host(plugin, monkeypatch):
+    state = plugin(SPARSE)
+    q, k, v = qkv(seq=512)
+    state.guard = Guard(recall=0.9, density=0.5)
+    core()(q, k, v, None)  # makes the tables of this shape
+    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "nonzero"):
+        monkeypatch.setattr(torch.Tensor, name, only_in_the_reference_operators(name))
+    core()(q, k, v, None)
+    with pytest.raises(pytest.fail.Exception, match=r"Tensor\.tolist .*waits for the device"):
+        state.guard.take()
+
+
+def _heads_go_dense_together(rank):
+    """Two tensor-parallel ranks: one holds heads of poor recall, both go dense."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 512, 2, 16, generator=generator) for _ in "qk")
+    index = estimate_index(q, k, config=SPARSE)
+    poor = VerticalSlashIndex.from_lines([[[0], [0]]], [[[], []]], seq_len=512)
+    guard = Guard(recall=0.2)
+    chosen = guard(
+        q, k, poor if rank else index, config=SPARSE, layout=None, cp_group=None,
+        tp_group=torch.distributed.group.WORLD, softmax_scale=None, layer=4,
+    )  # fmt: skip
+    assert bool(chosen.slash_bits().all())
+    calls, dense, lowest, _ = guard.take()[4]
+    assert (calls, dense) == (1, 1)
+    assert (lowest < 0.2) == (rank == 1)
+
+
+def test_heads_on_other_ranks_go_dense_too(tmp_path):
+    run_ranks([_heads_go_dense_together], 2, tmp_path)
+
+
+def test_what_ranks_saw_is_one_line_a_layer():
+    seen = merged([{3: (4, 1, 0.5, 0.2)}, {3: (4, 0, 0.8, 0.3), 0: (2, 0, 1.0, 0.1)}])
+    assert list(seen) == [0, 3]
+    assert seen[3] == (8, 1, 0.5, 0.3)
+    line = format_line(3, seen[3], Guard(recall=0.7))
+    assert line == (
+        "> megatron_mtraining: guard: layer 3 (from 0) went dense in 1 of 8 calls of all ranks: "
+        "lowest recall 0.5000 (bound 0.7)"
+    )
