@@ -245,11 +245,11 @@ class RingForward:
         """Waits for the launch's chunks and starts its transfers."""
         self.traffic.mark("begin")
         self._ring.wait(launch)
-        self.traffic.mark("arrived")
         self._ring.post(launch)
 
     def compute(self, launch: Launch) -> None:
         """Works off the launch's chunks; the last launch attends the compact columns too and rounds the result."""
+        self.traffic.mark("arrived")  # here: of ranks that are played in one process, others post in between
         k, v = self._ring.chunks(launch)
         blocks = self.call.blocks(*launch.chunks)
         last = launch is self.launches[-1]
@@ -326,12 +326,12 @@ class RingBackward:
         """Waits for the launch's chunks and starts its key transfers."""
         self.traffic.mark("begin")
         self._ring.wait(launch)
-        self.traffic.mark("arrived")
         self._ring.post(launch)
 
     def compute(self, launch: Launch) -> None:
         """Gradients of the launch's chunks, then the partial sums that have arrived for the first of them."""
         call, saved = self.call, self.saved
+        self.traffic.mark("arrived")
         if launch is self.launches[0] and saved.columns is not None:
             self._d_columns = Columns.empty(self._dq, saved.columns.positions)
             self._vertical(saved.columns, self._d_columns)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .comm import Exchange, Message
+from .comm import Exchange, GroupExchange, Message
 from .launches import Launch
 
 POINTS = ("begin", "arrived", "computed", "summed", "end")
@@ -144,7 +144,7 @@ class _Posted:
     messages: Sequence[Message]
     launch: int
     begin: Stamp
-    end: torch.cuda.Event | Future[float]
+    end: torch.cuda.Event | Future[float] | None
 
 
 @dataclass
@@ -182,13 +182,14 @@ class CallProfile:
         assert self.exchange is not None
         begin = self._stamp()
         handle: Any = self.exchange.post(messages)
-        end: torch.cuda.Event | Future[float]
+        end: torch.cuda.Event | Future[float] | None = None
+        if not isinstance(self.exchange, GroupExchange):
+            return _Posted(handle, messages, self.number, begin, end)  # copies within one process are no transfers
         if self.device.type == "cuda":
             end = torch.cuda.Event(enable_timing=True)
-            if isinstance(handle, list):  # process groups: the exchange has streams of its own
-                with torch.cuda.stream(torch.cuda.Stream(self.device)):
-                    self.exchange.wait(handle)
-                    end.record()
+            with torch.cuda.stream(torch.cuda.Stream(self.device)):
+                self.exchange.wait(handle)
+                end.record()
         else:
             end = self.waiters.submit(self._wait_on_host, handle)
         self.posted.append(_Posted(handle, messages, self.number, begin, end))
@@ -224,6 +225,7 @@ class CallProfile:
                 _ms(origin, t.end.result() if isinstance(t.end, Future) else t.end),
             )
             for t in self.posted
+            if t.end is not None
         ]
         return PassTimes(self.phase, self.cp_rank, tuple(launches), tuple(transfers))
 
