@@ -167,12 +167,9 @@ class GroupExchange:
         Peers are CP ranks in the schedule and global ranks here: a CP group need not begin at rank 0.
         """
         group = self.groups.channel(messages[0][0].channel)
-        operations = []
-        for transfer, send, receive in messages:
-            operations += [
-                dist.P2POp(dist.isend, send, self.ranks[transfer.send_to], group),
-                dist.P2POp(dist.irecv, receive, self.ranks[transfer.receive_from], group),
-            ]
+        # Receives first: gloo would queue the word that a receive is ready behind what is sent to the same rank.
+        operations = [dist.P2POp(dist.irecv, receive, self.ranks[t.receive_from], group) for t, _, receive in messages]
+        operations += [dist.P2POp(dist.isend, send, self.ranks[t.send_to], group) for t, send, _ in messages]
         return dist.batch_isend_irecv(operations)
 
     def wait(self, handle: list[dist.Work]) -> None:
