@@ -170,7 +170,7 @@ def profiled_passes() -> None:
     mine = [times for times in profile.read() if times.transfers and times.cp_rank == dist.get_rank()]
     for phase in ("forward", "backward"):
         times = next(t for t in mine if t.phase == phase)
-        assert len(times.launches) == world and all(t.end >= t.begin for t in times.transfers)
+        assert 1 < len(times.launches) <= world and all(t.end >= t.begin for t in times.transfers)
         assert times.exposed_ms >= 0 and 0 <= times.hidden <= 1 and times.compute_ms > 0
         assert abs(times.compute_ms + times.exposed_ms - times.total_ms) < 0.05 * times.total_ms + 1
 

@@ -16,7 +16,7 @@ LAYERS = (
     {"ops"},
     {"comm", "metrics", "buffers", "ring_profile"},
     {"policies", "estimate", "ring"},
-    {"ring_op", "attention", "testing", "recall"},
+    {"ring_op", "attention", "testing", "recall", "report"},
     {"integration", "launch", "startup_hook", "opt_in", "cli", "bridge"},
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
