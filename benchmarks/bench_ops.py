@@ -149,7 +149,7 @@ def plan(bench: Bench, args: argparse.Namespace) -> Iterator[Task]:
     shapes = [Problem(seq_len, *map(int, heads.split("/"))) for heads in args.heads for seq_len in args.seq_lens]
     headline = next((x for x in shapes if x.seq_len == 131072), shapes[0])
     longest = Problem(max(args.seq_lens), headline.heads, headline.kv_heads, headline.head_dim)
-    rest = sorted((x for x in shapes if x != headline), key=lambda x: (x.seq_len, x.heads != headline.heads))
+    rest = sorted((x for x in shapes if x != headline), key=lambda x: (x.heads != headline.heads, x.seq_len))
     yield from shape_tasks(bench, headline, args, first=True)
     for cp_size in args.cp_sizes:
         for kernel in bench.kernels:

@@ -35,14 +35,14 @@ MODEL = (
 SMALL = (
     "--num-layers 4 --hidden-size 512 --ffn-hidden-size 1024 --num-attention-heads 4 --group-query-attention "
     "--num-query-groups 2 --kv-channels 128 --seq-length 4096 --max-position-embeddings 4096 --global-batch-size 4 "
-    "--train-iters 5 --lr-warmup-iters 1"
+    "--train-iters 5 --lr-decay-iters 20 --lr-warmup-iters 1"
 )
 TE, LOCAL = "--transformer-impl transformer_engine", "--transformer-impl local --no-persist-layer-norm --no-rope-fusion"
 P1, P95 = "--mtraining-top-p 1 --mtraining-max-vertical none", "--mtraining-top-p 0.95"
 CP2, TP2 = "--context-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-grouped-gemm"
 SAVE = "--ckpt-format torch_dist --save-interval 5 --save"
-LOAD = "--ckpt-format torch_dist --no-load-rng --load"
+LOAD = "--ckpt-format torch_dist --no-load-rng --exit-on-missing-checkpoint --load"
 
 CURVES = {
     "dense": ("single", f"{TE} --attention-backend auto"),
@@ -80,8 +80,10 @@ CHECKS = {
     "ep2": f"{TE} {OURS} {P95} {EXPERTS} --expert-model-parallel-size 2",
     "ep2_cp2": f"{TE} {OURS} {P95} {CP2} {EXPERTS} --expert-model-parallel-size 2",
     "dp2_8_connections": f"{TE} {OURS} {P95} --use-distributed-optimizer",
-    "dense_saved": f"{TE} --attention-backend auto {SAVE} OUT/from_dense",
-    "sparse_from_dense": f"{TE} {OURS} {P1} {CP2} --train-iters 10 {LOAD} OUT/from_dense {SAVE} OUT/from_sparse",
+    "dense_saved": f"{TE} --attention-backend auto --train-iters 12 --exit-interval 5 {SAVE} OUT/from_dense",
+    "sparse_from_dense": (
+        f"{TE} {OURS} {P1} {CP2} --train-iters 12 --exit-interval 10 {LOAD} OUT/from_dense {SAVE} OUT/from_sparse"
+    ),
     "dense_from_sparse": f"{TE} --attention-backend auto --train-iters 12 {LOAD} OUT/from_sparse",
     "fp16": f"{TE} {OURS} {P95} {CP2} --fp16",
     "per_token_loss_evaluation": f"{TE} {OURS} {P95} {CP2} --calculate-per-token-loss --eval-interval 2 --eval-iters 2",

@@ -131,7 +131,7 @@ def _check_works(folder: Path) -> None:
     option = f"{startup_hook.OPTION}={startup_hook.BACKEND}"
     for words, expected in (([option], "True"), ([], "False")):
         found = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
-        if (found.stdout.strip(), found.stderr) != (expected, ""):
+        if found.stdout.strip() != expected:
             disable()
             detail = found.stderr.strip().splitlines()[-1:] or ["Python did not run the .pth file"]
             raise OptInError(f"enable: the hook does not work in {folder} ({detail[0]}); nothing was changed")

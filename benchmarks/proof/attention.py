@@ -69,7 +69,8 @@ class JointCoreAttention(MTrainingCoreAttention):
             index = joint(ProbeView.make(q.detach(), k.detach(), rows, scale), self.share)
         index = replace(index, column_capacity=min(index.column_capacity, self.mtraining.max_compact_columns))
         out, aux = mtraining_attention(q, k, v, config=self.mtraining, index=index, return_aux=True)
-        recorder = runtime.recorder()
+        state = runtime.current_or_none()
+        recorder = None if state is None else state.recorder
         if recorder is not None and self.training:
             recorder.record(self.record_number, aux.index, aux.layout, aux.inner_size)
         return out

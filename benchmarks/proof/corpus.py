@@ -12,6 +12,7 @@ import argparse
 import gzip
 import html
 import json
+import lzma
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,14 @@ def split(books: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(train), np.concatenate(valid)
 
 
+def read_ids(folder: Path, name: str) -> np.ndarray:
+    """uint16 token ids of ``name``.bin, or of the same file packed as ``name``.bin.xz."""
+    path = folder / f"{name}.bin"
+    if path.exists():
+        return np.fromfile(path, dtype=np.uint16)
+    return np.frombuffer(lzma.decompress(path.with_suffix(".bin.xz").read_bytes()), dtype=np.uint16)
+
+
 def tokenize(books: dict[str, tuple[list[str], int]], tokenizer: Any) -> dict[str, np.ndarray]:
     """Token ids of each book that is long enough, uint16."""
     encoded = {}
@@ -119,8 +128,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     options = parser.parse_args()
 
-    from benchmarks.proof.tasks import Phrases
     from transformers import AutoTokenizer
+
+    from benchmarks.proof.tasks import Phrases
 
     tokenizer = AutoTokenizer.from_pretrained(options.gguf.parent, gguf_file=options.gguf.name)
     books = tokenize(read_books(options.packages), tokenizer)

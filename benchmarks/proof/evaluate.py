@@ -23,9 +23,7 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     """Cross entropy of each token, fp32 ``[batch, seq]``; ``logits [batch, seq, vocab]`` in any dtype."""
     flat, targets = logits.flatten(0, 1), labels.flatten()
     parts = [
-        torch.nn.functional.cross_entropy(
-            flat[i : i + LOSS_ROWS].float(), targets[i : i + LOSS_ROWS], reduction="none"
-        )
+        torch.nn.functional.cross_entropy(flat[i : i + LOSS_ROWS].float(), targets[i : i + LOSS_ROWS], reduction="none")
         for i in range(0, len(flat), LOSS_ROWS)
     ]
     return torch.cat(parts).view(labels.shape)

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from benchmarks.proof import estimators
+from benchmarks.proof.capture import capture
+from benchmarks.proof.corpus import read_ids
 from benchmarks.proof.estimators import PROBES, ProbeView, last_rows, spread_rows
 from benchmarks.proof.mass import block_row_mass, densities, kept_share
-from benchmarks.proof.runs import ROPE_THETA, read_ids
 from benchmarks.proof.session import single_rank
+from benchmarks.proof.smollm import ROPE_THETA, build_model, load_weights, read_weights
 from megatron_mtraining import MTrainingConfig, estimate_index
 
 SHARES = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
@@ -70,7 +72,7 @@ def families(seq: int) -> dict[str, Family]:
         part: policy("fixed", fixed_vertical=round(part * seq / 2), fixed_slash=max(1, round(part * seq / 128)))
         for part in (0.05, 0.1, 0.2, 0.4)
     }
-    block = 512
+    block = min(512, seq // 4)
     gates = [count for count in (2, 3, 4, 6, 8, 12, 24) if count <= seq // block]
     probes = {f"spread + joint, {count} probes": probed(spread_rows, count, estimators.joint) for count in (64, 128)}
     return {
@@ -105,6 +107,20 @@ def study_layer(q: Tensor, k: Tensor, wanted: dict[str, Family]) -> Iterator[dic
             }
 
 
+def study_model(
+    model: GPTModel, text: np.ndarray, length: int, windows: int, wanted: dict[str, Family], layers: list[int] | None
+) -> Iterator[dict[str, Any]]:
+    """The lines of some layers (from 1; None: all) of a model on evenly placed windows of ``text``."""
+    device = next(model.parameters()).device
+    for window, start in enumerate(np.linspace(0, len(text) - length - 1, windows + 2)[1:-1].astype(int)):
+        ids = torch.from_numpy(text[start : start + length + 1].astype(np.int64))[None].to(device)
+        for layer, seen in enumerate(capture(model, ids), 1):
+            if layers is not None and layer not in layers:
+                continue
+            for line in study_layer(seen.q, seen.k, wanted):
+                yield {"window": window, "layer": layer, **line}
+
+
 def main() -> None:
     """Command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -116,12 +132,8 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", help="only these")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
-    from benchmarks.proof.capture import capture
-    from benchmarks.proof.smollm import build_model, load_weights, read_weights
-
     wanted = families(options.length)
     wanted = {name: wanted[name] for name in options.families or wanted}
-    text = read_ids(options.data, "valid")
     options.output.mkdir(parents=True, exist_ok=True)
     with single_rank() as device, (options.output / f"index-{options.length}.jsonl").open("w") as file:
         shape, weights = read_weights(options.gguf)
@@ -129,17 +141,10 @@ def main() -> None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         model = build_model(shape, max_seq=options.length, rope_theta=theta, dtype=dtype).to(device).eval()
         load_weights(model, weights)
-        starts = np.linspace(0, len(text) - options.length - 1, options.windows + 2)[1:-1].astype(int)
-        for window, start in enumerate(starts):
-            ids = torch.from_numpy(text[start : start + options.length + 1].astype(np.int64))[None].to(device)
-            for layer, seen in enumerate(capture(model, ids), 1):
-                if options.layers and layer not in options.layers:
-                    continue
-                began = time.monotonic()
-                for line in study_layer(seen.q, seen.k, wanted):
-                    file.write(json.dumps({"window": window, "layer": layer, **line}) + "\n")
-                file.flush()
-                print(f"window {window} layer {layer}: {time.monotonic() - began:.1f} s", flush=True)
+        text = read_ids(options.data, "valid")
+        for line in study_model(model, text, options.length, options.windows, wanted, options.layers):
+            file.write(json.dumps(line) + "\n")
+            file.flush()
 
 
 if __name__ == "__main__":

@@ -10,26 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import lzma
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 
+from benchmarks.proof.corpus import read_ids
 from benchmarks.proof.session import single_rank
 from benchmarks.proof.tasks import Phrases
-
-ROPE_THETA = 1_000_000.0
-"""For sequences beyond the model's 8K tokens (its own is 1e5): a longer base, the same for all runs and lengths."""
-
-
-def read_ids(folder: Path, name: str) -> np.ndarray:
-    """uint16 token ids of ``name``.bin, or of the same file packed as ``name``.bin.xz."""
-    path = folder / f"{name}.bin"
-    if path.exists():
-        return np.fromfile(path, dtype=np.uint16)
-    return np.frombuffer(lzma.decompress(path.with_suffix(".bin.xz").read_bytes()), dtype=np.uint16)
+from benchmarks.proof.variants import DENSE
 
 
 def parse() -> argparse.Namespace:
@@ -47,6 +36,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--questions", type=int, default=24, help="facts planted and asked for in a training sequence")
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--retrieval", nargs="*", default=[], help="TASK:LENGTH:SAMPLES")
+    parser.add_argument("--study-layers", nargs="+", type=int, help="index study of these layers after each dense run")
     return parser.parse_args()
 
 
@@ -54,7 +44,8 @@ def main() -> None:
     """Command line; see the module's docstring."""
     began = time.monotonic()
     options = parse()
-    from benchmarks.proof.smollm import build_model, read_weights
+    from benchmarks.proof.index_study import families, study_model
+    from benchmarks.proof.smollm import ROPE_THETA, build_model, read_weights
     from benchmarks.proof.train import Data, Plan, run
 
     wanted = [item.split(":") for item in options.retrieval]
@@ -83,6 +74,12 @@ def main() -> None:
                 if path.exists() or start - began + longest > options.seconds:
                     continue
                 run(model, weights, name, seed, plan, data, device, path)
+                if name == DENSE and options.study_layers:
+                    lines = study_model(
+                        model, data.valid, options.length, 1, families(options.length), options.study_layers
+                    )
+                    with (options.output / f"index-{options.length}-seed{seed}.jsonl").open("w") as file:
+                        file.writelines(json.dumps(line) + "\n" for line in lines)
                 longest = max(longest, time.monotonic() - start)
                 print(json.dumps({"done": path.name, "s": round(time.monotonic() - start, 1)}), flush=True)
 

@@ -13,6 +13,9 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+ROPE_THETA = 1_000_000.0
+"""For sequences beyond the model's 8K tokens (its own is 1e5): a longer base, the same for all runs and lengths."""
+
 
 @dataclass(frozen=True)
 class Shape:

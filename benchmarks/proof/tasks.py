@@ -14,18 +14,19 @@ from typing import Any
 import numpy as np
 
 DIGITS = 5  # of a value: a guess is right once in 10**5
-WORDS = (
-    "apple anchor arrow basket beach bell bird boat book bottle bread bridge brush bucket butter button camera candle "
-    "carpet castle cat chain chair cheese circle clock cloud coat coffee coin copper corn cotton crown cup desk diamond "
-    "doctor dog door dragon dress drum eagle engine farmer feather fence field fire fish flag flower forest fork fox "
-    "garden gate ghost glass goat gold guitar hammer harbor hat horse hotel house iron island jacket key kitchen knife "
-    "lady lake lamp leaf lemon letter lion lock machine market mask meadow metal milk mirror monkey moon mountain mouse "
-    "needle nest nose ocean onion orange organ oven owl paint palace paper parrot pear pencil pepper piano pillow pilot "
-    "planet plate pocket potato prince pump queen rabbit rain ribbon rice ring river road robot rock roof rope rose sail "
-    "salt sand school sea shadow sheep shell ship shirt shoe silver sister snake snow soap soldier spider spoon star "
-    "station stone storm street sugar sun sword table tailor teacher temple tiger tower train tree truck turtle valley "
-    "village violin wagon wall watch water whale wheel window wine winter wolf wood yard zebra"
-).split()
+WORDS = """
+    apple anchor arrow basket beach bell bird boat book bottle bread bridge brush bucket butter button camera candle
+    carpet castle cat chain chair cheese circle clock cloud coat coffee coin copper corn cotton crown cup desk
+    diamond doctor dog door dragon dress drum eagle engine farmer feather fence field fire fish flag flower forest
+    fork fox garden gate ghost glass goat gold guitar hammer harbor hat horse hotel house iron island jacket key
+    kitchen knife lady lake lamp leaf lemon letter lion lock machine market mask meadow metal milk mirror monkey
+    moon mountain mouse needle nest nose ocean onion orange organ oven owl paint palace paper parrot pear pencil
+    pepper piano pillow pilot planet plate pocket potato prince pump queen rabbit rain ribbon rice ring river road
+    robot rock roof rope rose sail salt sand school sea shadow sheep shell ship shirt shoe silver sister snake snow
+    soap soldier spider spoon star station stone storm street sugar sun sword table tailor teacher temple tiger
+    tower train tree truck turtle valley village violin wagon wall watch water whale wheel window wine winter wolf
+    wood yard zebra
+""".split()  # noqa: SIM905 - a page of words, not of quotes
 PIECES = {
     "fact": "\n\nThe secret number of the",
     "fact_is": " is ",
@@ -156,9 +157,7 @@ def make_sample(task: str, length: int, text: np.ndarray, phrases: Phrases, rng:
     return Sample(tokens, float(positions[holder]) / room)
 
 
-def make_samples(
-    task: str, length: int, count: int, text: np.ndarray, phrases: Phrases, seed: int
-) -> Iterator[Sample]:
+def make_samples(task: str, length: int, count: int, text: np.ndarray, phrases: Phrases, seed: int) -> Iterator[Sample]:
     """Samples of one task and length; the same for the same seed."""
     rng = np.random.default_rng([seed, TASKS.index(task), length])
     for _ in range(count):

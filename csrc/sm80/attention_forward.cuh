@@ -196,7 +196,8 @@ struct Forward {
         }
     }
 
-    // One buffer for K, one for V: the next K is on its way during the softmax and P V, the next V during Q K^T.
+    // One buffer for K, one for V: the next K is on its way during the softmax and P V, the next V during Q K^T. Two
+    // barriers a tile: after Q K^T (K is free, V has landed), after P V (V is free, the next K has landed).
     __device__ __forceinline__ void walk(int count, float scale_log2) {
         copy_k(0);
         copy_v(0);
@@ -206,21 +207,16 @@ struct Forward {
             const bool more = t + 1 < count;
             float s[kM][8][4];
             score(s);
-            __syncthreads();  // everyone is done with K
+            device::copy_async_wait<0>();
+            __syncthreads();
             if (more) copy_k(t + 1);
             const uint32_t code = shared.list.code[t];
             const uint64_t mask = shared.list.mask[t];
             if (Item::diagonal(code) || mask != device::kAllRows) apply_mask(s, Item::diagonal(code), mask);
             update_maximum(s, scale_log2);
-            if (more) {
-                device::copy_async_wait<1>();
-            } else {
-                device::copy_async_wait<0>();
-            }
-            __syncthreads();  // V has landed
             accumulate(s, scale_log2);
             device::copy_async_wait<0>();
-            __syncthreads();  // the next K has landed, and everyone is done with V
+            __syncthreads();
             if (more) copy_v(t + 1);
         }
     }

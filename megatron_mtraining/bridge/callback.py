@@ -43,6 +43,7 @@ class MTrainingCallback(Callback):
         self._recording.enter_context(self._metrics.recorder.active())
         state.recorder = self._metrics.recorder
         self._recording.callback(setattr, state, "recorder", None)
+        state.steps_done = lambda: context.state.train_state.step
         self._first = context.state.train_state.step + 1
 
     def on_train_step_end(self, context: CallbackContext) -> None:

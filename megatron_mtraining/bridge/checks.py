@@ -49,7 +49,7 @@ def _other_backend(value: Any, _: Any) -> bool:
     return getattr(value, "name", value) not in BACKENDS_TO_LEAVE
 
 
-PACKED = "packed sequences are not built over several context-parallel ranks"
+PACKED = "packed sequences of Bridge are not connected to those of this attention over several context-parallel ranks"
 
 REFUSALS: tuple[BridgeRefusal, ...] = (
     BridgeRefusal("model.attention_backend", _other_backend, "it asks for another attention", "auto, or leave it out"),

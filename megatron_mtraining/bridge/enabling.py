@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.integration import RefusedError
+from megatron_mtraining.integration.layer_plan import LayerPlan
 from megatron_mtraining.integration.options import BACKEND, LAYOUT_MODES
 from megatron_mtraining.integration.rebind import Rebinding, rebind
 
 from .callback import MTrainingCallback
-from .hook import PreWrapHook, Settings, hooks_of, name_no_backend, through_layer_spec
+from .hook import PreWrapHook, Settings, has_hook_field, hooks_of, name_no_backend, through_layer_spec
 
 _installed: list[Rebinding] = []
+
+_builders: list[tuple[weakref.ref[Any], Settings]] = []
+"""Configs of model builders that were enabled: Bridge's own overrides empty their lists of hooks."""
 
 
 def enable(
@@ -23,6 +28,7 @@ def enable(
     *,
     layout_mode: str = "auto",
     inner_across_hosts: bool = False,
+    plan: LayerPlan | None = None,
     **options: Any,
 ) -> MTrainingCallback:
     """Turns a ``ConfigContainer`` to MTraining attention. Call it again to change the options.
@@ -38,6 +44,7 @@ def enable(
         config: the attention's config; made from ``options`` if left out.
         layout_mode: ``auto``, ``native`` or ``convert``, as ``--mtraining-layout-mode``.
         inner_across_hosts: whether an inner ring may cross hosts.
+        plan: dense layers, top-p by layer, and what changes over the steps; the latter needs the callback.
         options: fields of :class:`MTrainingConfig`.
 
     Returns:
@@ -46,7 +53,7 @@ def enable(
     Raises:
         RefusedError: if ``cfg`` has no model, or for an option or value that is not known.
     """
-    settings = Settings(_config(config, options), _mode(layout_mode), inner_across_hosts)
+    settings = Settings(_config(config, options), _mode(layout_mode), inner_across_hosts, plan or LayerPlan())
     if getattr(cfg, "model", None) is None:
         raise RefusedError("cfg.model is None: set it before calling enable")
     name_no_backend(cfg.model)
@@ -54,12 +61,21 @@ def enable(
     hooks[:] = [hook for hook in hooks if not isinstance(hook, PreWrapHook)]
     hooks.insert(0, PreWrapHook(settings, cfg))  # first: what is refused is refused before weights are loaded
     through_layer_spec(cfg.model, settings)
+    if has_hook_field(cfg.model):
+        _remember(cfg.model, settings)
     return MTrainingCallback()
 
 
 def is_enabled(cfg: Any) -> bool:
     """Whether :func:`enable` was called on ``cfg`` (or on what it is a copy of)."""
     return any(isinstance(hook, PreWrapHook) for hook in hooks_of(cfg.model))
+
+
+def _remember(model_config: Any, settings: Settings) -> None:
+    """Keeps the settings of a builder's config, and makes Bridge's training loop look whether its hook is still there."""
+    _builders[:] = [(ref, kept) for ref, kept in _builders if ref() is not None and ref() is not model_config]
+    _builders.append((weakref.ref(model_config), settings))
+    install()
 
 
 def _config(config: MTrainingConfig | None, options: dict[str, Any]) -> MTrainingConfig:
@@ -106,6 +122,15 @@ def _wrap_update(original: Callable[[Any], None]) -> Callable[[Any], None]:
     def runtime_config_update(cfg: Any) -> None:
         if getattr(cfg.model, "attention_backend", None) == BACKEND and not is_enabled(cfg):
             enable(cfg)
+        for ref, settings in list(_builders):
+            if ref() is cfg.model and not is_enabled(cfg):
+                enable(
+                    cfg,
+                    settings.config,
+                    layout_mode=settings.layout_mode,
+                    inner_across_hosts=settings.inner_across_hosts,
+                    plan=settings.plan,
+                )
         for hook in hooks_of(cfg.model):
             if isinstance(hook, PreWrapHook):
                 hook.refuse(cfg)

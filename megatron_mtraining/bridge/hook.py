@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.integration import RefusedError, groups, hooks, layout_mode, model_check, runtime
 from megatron_mtraining.integration.core_attention import MTrainingCoreAttention
+from megatron_mtraining.integration.layer_plan import LayerPlan
 from megatron_mtraining.integration.options import BACKEND
 from megatron_mtraining.integration.rebind import Rebinding, rebind
 from megatron_mtraining.integration.refusals import refuse
@@ -42,16 +43,23 @@ class Settings:
         config: the attention's config.
         layout_mode: ``auto``, ``native`` or ``convert``.
         inner_across_hosts: whether an inner ring may cross hosts.
+        plan: what differs by layer and by step.
     """
 
     config: MTrainingConfig
     layout_mode: str = "auto"
     inner_across_hosts: bool = False
+    plan: LayerPlan = field(default_factory=LayerPlan)
+
+
+def has_hook_field(model_config: Any) -> bool:
+    """Whether it is the config of a model builder; a provider keeps its hooks outside its fields."""
+    return BUILDER_HOOKS in getattr(model_config, "__dataclass_fields__", {})
 
 
 def hooks_of(model_config: Any) -> list[Any]:
     """The list of pre-wrap hooks of a provider or of a builder's config; what is changed in it takes effect."""
-    if BUILDER_HOOKS in getattr(model_config, "__dataclass_fields__", {}):
+    if has_hook_field(model_config):
         return model_config.pre_wrap_hooks
     if not hasattr(model_config, "register_pre_wrap_hook"):
         raise RefusedError(
@@ -108,7 +116,7 @@ class PreWrapHook:
         self.refuse(self.cfg)
         prepare(self.settings, self.cfg.model)
         for model in models:
-            _swap_built(model, self.settings.config)
+            _swap_built(model)
         _make_decentralized_groups(models, self.settings)
         census = model_check.check_model(models)
         for model in models:
@@ -134,7 +142,7 @@ def _swapping_spec(original: Callable[..., Any], settings: Settings) -> Callable
     def layer_spec(model_config: Any, *args: Any, **kwargs: Any) -> Any:
         _check_hook(model_config)
         prepare(settings, model_config)
-        swapped, _ = swap_core_attention(original(model_config, *args, **kwargs), core_attention_spec(settings.config))
+        swapped, _ = swap_core_attention(original(model_config, *args, **kwargs), core_attention_spec())
         return swapped
 
     layer_spec.mtraining_original = original  # type: ignore[attr-defined]
@@ -187,10 +195,17 @@ def prepare(settings: Settings, model_config: Any) -> None:
     end_use()
     name_no_backend(model_config)
     state = hooks.set_up(settings.config, model_config, settings.layout_mode, settings.inner_across_hosts)
+    state.plan = settings.plan
+    if settings.plan.dense_steps or settings.plan.top_p_schedule:
+        state.steps_done = _no_counter
     # Put on top of the hooks of set_up, and so taken out before them.
     name = parallel_state.__name__
     ending = rebind(name, "destroy_model_parallel", _ending(parallel_state.destroy_model_parallel))
     _use = _Use(settings, model_config, state, ending)
+
+
+def _no_counter() -> int:
+    raise RefusedError("a plan that changes over the steps needs the callback that enable returns, which counts them")
 
 
 def _ending(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -215,7 +230,7 @@ def end_use() -> None:
         hooks.tear_down()
 
 
-def _swap_built(model: MegatronModule, config: MTrainingConfig) -> None:
+def _swap_built(model: MegatronModule) -> None:
     """Swaps core attention in a built model, for specs that :func:`through_layer_spec` did not reach."""
     for layer in model.modules():
         if not isinstance(layer, Attention) or isinstance(layer.core_attention, MTrainingCoreAttention):
@@ -229,7 +244,6 @@ def _swap_built(model: MegatronModule, config: MTrainingConfig) -> None:
             attention_type=layer.attention_type,
             softmax_scale=getattr(layer, "softmax_scale", layer.config.softmax_scale),
             pg_collection=layer.pg_collection,
-            mtraining=config,
         )
 
 
@@ -254,10 +268,10 @@ def _make_decentralized_groups(models: list[MegatronModule], settings: Settings)
 
 def _say(settings: Settings, swapped: int) -> None:
     """One line of log, on rank 0: the number of layers, and whether the sequence is dealt natively or converted."""
-    mode = runtime.current().layout_mode
+    mode, plan = runtime.current().layout_mode, settings.plan.describe()
     if torch.distributed.get_rank() == 0:
         print(
             f"> megatron_mtraining: {swapped} attention layers of rank 0 swapped; layout {settings.config.layout}, "
-            f"{mode.mode}: {mode.reason}",
+            f"{mode.mode}: {mode.reason}{plan and '; ' + plan}",
             flush=True,
         )

@@ -53,6 +53,7 @@ def apply_overrides(cfg: Any, overrides: Sequence[str]) -> MTrainingCallback:
         settings.config,
         layout_mode=settings.layout_mode,
         inner_across_hosts=settings.inner_across_hosts,
+        plan=settings.plan,
     )
 
 

@@ -23,7 +23,7 @@ def extended_config(config: dict[str, Any], seq_length: int) -> dict[str, Any]:
 
     A plain rotary embedding becomes YaRN with the factor ``seq_length / max_position_embeddings``; the factor of YaRN and
     of Llama 3's own scaling (``llama3``) grows in the proportion of the lengths. At the model's length or below, the
-    embedding stays as it is.
+    embedding stays as it is. The entry is ``rope_scaling``, or ``rope_parameters`` where transformers 5 saved the model.
 
     Args:
         config: the content of ``config.json``.
@@ -35,16 +35,19 @@ def extended_config(config: dict[str, Any], seq_length: int) -> dict[str, Any]:
     length = config["max_position_embeddings"]
     if seq_length <= length:
         return dict(config)
-    scaling = config.get("rope_scaling") or {}
+    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    scaling = config.get(key) or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if any(isinstance(value, dict) for value in scaling.values()):
+        kind = "by layer"
     ratio = seq_length / length
     if kind == "default":
-        scaling = {"rope_type": "yarn", "factor": ratio, "original_max_position_embeddings": length, **YARN}
+        grown = {"rope_type": "yarn", "factor": ratio, "original_max_position_embeddings": length, **YARN}
     elif kind in ("yarn", "llama3"):
-        scaling = {**scaling, "rope_type": kind, "factor": scaling["factor"] * ratio}
+        grown = {"rope_type": kind, "factor": scaling["factor"] * ratio}
     else:
-        raise RefusedError(f"rope_scaling {kind}: cannot be extended; use a model with default, yarn or llama3")
-    return {**config, "rope_scaling": scaling, "max_position_embeddings": seq_length}
+        raise RefusedError(f"{key} {kind}: cannot be extended; use a model with default, yarn or llama3")
+    return {**config, key: {**scaling, **grown}, "max_position_embeddings": seq_length}
 
 
 def extend_hf_config(source: str | os.PathLike[str], target: str | os.PathLike[str], seq_length: int) -> Path:

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
+from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.index import VerticalSlashIndex
 from megatron_mtraining.index_dump import save_index
 
 from .errors import RefusedError
 from .layer_plan import parse_numbers
-from .options import option_name
+from .options import option_name, require_lines
 
 
 @dataclass
@@ -49,7 +50,7 @@ class IndexDump:
         save_index(path, index, iteration=iteration, layer=layer, tensor_parallel_rank=tp, data_parallel_rank=dp)
 
 
-def dump_from_args(args: Any) -> IndexDump | None:
+def dump_from_args(args: Any, config: MTrainingConfig) -> IndexDump | None:
     """The dump that the options describe, if any; makes its folder.
 
     Raises:
@@ -66,6 +67,7 @@ def dump_from_args(args: Any) -> IndexDump | None:
             raise RefusedError(f"{option_name('dump_layers')} and {option_name('dump_steps')} need a folder: give "
                                f"{option_name('dump_index')} DIR")  # fmt: skip
         return None
+    require_lines(option_name("dump_index"), config)
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:

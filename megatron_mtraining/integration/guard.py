@@ -21,7 +21,7 @@ from megatron_mtraining.layout import Layout
 from megatron_mtraining.recall import probe_recall
 
 from .errors import RefusedError
-from .options import option_name
+from .options import option_name, require_lines
 
 ACTIONS = ("dense", "stop")
 
@@ -143,6 +143,7 @@ def guard_from_args(args: Any, config: MTrainingConfig) -> Guard | None:
         return None
     if config.dense:
         raise RefusedError(f"{option_name('dense')}: there is no index for the guard to watch; drop it or the bounds")
+    require_lines(option_name("guard_density" if recall is None else "guard_recall"), config)
     return Guard(recall, density, action)
 
 

@@ -203,7 +203,7 @@ def activate(args: argparse.Namespace, parsed: Parsed) -> None:
         plan=plan_from_args(args, parsed.config),
         steps_done=steps_done,
         guard=guard.guard_from_args(args, parsed.config),
-        dump=dumping.dump_from_args(args),
+        dump=dumping.dump_from_args(args, parsed.config),
     )
     runtime.use(state)
     put_in_place(args.context_parallel_size)
@@ -255,8 +255,11 @@ def set_up(config: MTrainingConfig, model: Any, layout_mode: str = "auto", inner
 
 
 def tear_down() -> None:
-    """Ends the use of the plugin: takes its hooks out, except those of the parser."""
+    """Ends the use of the plugin: takes its hooks out, except those of the parser, and destroys the ring groups."""
+    from .groups import destroy_ring_groups
+
     deactivate()
+    destroy_ring_groups()
     runtime.use(None)
 
 

@@ -166,6 +166,23 @@ def _name_option(message: str) -> str:
     return f"{option_name(name)}={rest}" if equals else message
 
 
+LINE_POLICIES = ("top_p", "fixed")
+"""Index policies that keep lines, the same for all rows; the others choose row by row."""
+
+
+def require_lines(option: str, config: MTrainingConfig) -> None:
+    """Refuses an option that is about lines beside a policy that keeps none.
+
+    Raises:
+        RefusedError: naming both.
+    """
+    if config.index_policy not in LINE_POLICIES:
+        raise RefusedError(
+            f"{option}: {option_name('index_policy')} {config.index_policy} chooses row by row; it works with "
+            f"{' and '.join(LINE_POLICIES)}"
+        )
+
+
 def changed_options(args: argparse.Namespace) -> list[str]:
     """The ``--mtraining-*`` options whose value is not the default."""
     defaults = {item.name: item.default for item in fields(MTrainingConfig)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.bridge.hook import PreWrapHook, Settings, end_use, hooks_of, name_no_backend, through_layer_spec
 from megatron_mtraining.integration import MTrainingCoreAttention, RefusedError, runtime
+from megatron_mtraining.integration.layer_plan import LayerPlan
 from tests.megatron.conftest import make_config
 
 SETTINGS = Settings(MTrainingConfig(top_p=0.9))
@@ -85,6 +86,18 @@ def test_every_layer_is_swapped_and_said_so(spec_too: bool, on_cpu: None, capsys
     assert [core.mtraining for core in built] == [SETTINGS.config] * 2
     assert [core.layer_number for core in built] == [1, 2]
     assert "2 attention layers of rank 0 swapped; layout striped, native" in capsys.readouterr().out
+
+
+def test_a_plan_by_layer_and_by_step(on_cpu: None, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = container()
+    plan = LayerPlan(dense_layers=frozenset({1}), dense_steps=3)
+    cfg.model.register_pre_wrap_hook(PreWrapHook(replace(SETTINGS, plan=plan), cfg))
+    built = cores(cfg.model.build())
+    assert all(core.follows_plan for core in built)
+    assert runtime.current().plan == plan
+    assert "layers 1 dense; all layers dense in the first 3 steps" in capsys.readouterr().out
+    with pytest.raises(RefusedError, match="needs the callback that enable returns"):
+        runtime.current().steps_done()
 
 
 def test_a_spec_object_is_swapped_in_the_built_model(on_cpu: None) -> None:

@@ -33,6 +33,18 @@ def test_the_factor_of_a_scaled_embedding_grows(kind: str) -> None:
     assert config["rope_scaling"]["factor"] == 8.0
 
 
+def test_the_entry_of_transformers_5_is_the_one_that_changes() -> None:
+    plain = {"max_position_embeddings": 1024, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}
+    parameters = extended_config(plain, 4096)["rope_parameters"]
+    assert (parameters["rope_type"], parameters["factor"], parameters["rope_theta"]) == ("yarn", 4.0, 1e6)
+    llama = {
+        "max_position_embeddings": 1024,
+        "rope_parameters": {"rope_theta": 1e6, "rope_type": "llama3", "factor": 8.0},
+    }
+    assert extended_config(llama, 4096)["rope_parameters"]["factor"] == 32.0
+    assert "rope_scaling" not in extended_config(llama, 4096)
+
+
 def test_a_shorter_length_changes_nothing() -> None:
     assert extended_config(PLAIN, 4096) == PLAIN
 
@@ -40,6 +52,8 @@ def test_a_shorter_length_changes_nothing() -> None:
 def test_other_scalings_are_refused() -> None:
     with pytest.raises(RefusedError, match="rope_scaling dynamic: cannot be extended"):
         extended_config({**PLAIN, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 65536)
+    with pytest.raises(RefusedError, match="rope_parameters by layer: cannot be extended"):
+        extended_config({**PLAIN, "rope_parameters": {"full_attention": {"rope_type": "default"}}}, 65536)
 
 
 def test_a_folder_is_extended_by_links(tmp_path: Path) -> None:

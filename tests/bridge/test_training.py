@@ -18,15 +18,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def train(folder: Path, ranks: int = 1, **job: Any) -> tuple[list[dict[str, Any]], str]:
-    """Runs the worker; returns the lines of rank 0 (all ranks print the same) and the whole log."""
+    """Runs the worker; returns the lines that it reports and the whole log."""
     folder.mkdir()
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     command = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(port)]
+    words = json.dumps({"folder": str(folder), "context_parallel": ranks, **job})
     run = subprocess.run(
-        [sys.executable, *command, "-m", "tests.bridge.training_worker"]
-        + [json.dumps({"folder": str(folder), "context_parallel": ranks, **job})],
+        [sys.executable, *command, "-m", "tests.bridge.training_worker", words],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"},
         capture_output=True,
@@ -34,8 +34,9 @@ def train(folder: Path, ranks: int = 1, **job: Any) -> tuple[list[dict[str, Any]
         timeout=300,
         check=False,
     )
-    lines = [json.loads(line) for line in run.stdout.split("\n") if line.startswith("{")]
-    return lines[::ranks], run.stdout + run.stderr
+    report = folder / "report.jsonl"
+    lines = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
+    return lines, run.stdout + run.stderr
 
 
 def numbers(lines: list[dict[str, Any]]) -> list[float]:

@@ -1,10 +1,11 @@
-"""Trains a tiny recipe with Bridge's own loop, as one rank of `torchrun`. Prints one line of JSON per logged step.
+"""Trains a tiny recipe with Bridge's own loop, as one rank of `torchrun`. Writes a line of JSON per step to report.jsonl.
 
 torchrun --nproc-per-node 2 -m tests.bridge.training_worker '{"context_parallel": 2, "options": {"top_p": 1.0}}'
 """
 
 import copy
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from . import on_cpu
 
 SEQ_LENGTH = 512
 STEPS = 3
+REPORT = "report.jsonl"
 
 
 def tiny_qwen(seq_length: int, folder: Path, context_parallel: int = 1) -> Any:
@@ -40,6 +42,13 @@ def tiny_qwen(seq_length: int, folder: Path, context_parallel: int = 1) -> Any:
     return on_cpu.prepare(cfg)
 
 
+def report(folder: Path, **values: Any) -> None:
+    """A line of JSON from rank 0, all ranks having the same; standard output is shared with others."""
+    if os.environ["RANK"] == "0":
+        with (folder / REPORT).open("a") as file:
+            file.write(json.dumps(values) + "\n")
+
+
 def main() -> None:
     """Trains as the JSON of the command line says."""
     from megatron.core import parallel_state
@@ -62,21 +71,21 @@ def main() -> None:
     apply_overrides(cfg, job.get("overrides", []))
     if job.get("copied"):
         cfg = copy.deepcopy(cfg)
-    pretrain(cfg, forward_step, callbacks=[MTrainingCallback(folder / "metrics.jsonl"), print_losses()])
-    print(json.dumps({"ended": not runtime.is_set_up(), "groups_gone": not parallel_state.is_initialized()}))
+    pretrain(cfg, forward_step, callbacks=[MTrainingCallback(folder / "metrics.jsonl"), report_losses(folder)])
+    report(folder, ended=not runtime.is_set_up(), groups_gone=not parallel_state.is_initialized())
 
 
-def print_losses() -> Any:
-    """A callback that prints what Bridge itself measured; its class can only be made once Bridge is imported."""
+def report_losses(folder: Path) -> Any:
+    """A callback that reports what Bridge itself measured; its class can only be made once Bridge is imported."""
     from megatron.bridge.training.callbacks import Callback, CallbackContext
 
     class Losses(Callback):
         def on_train_step_end(self, context: CallbackContext) -> None:
             loss = float((context.loss_dict or {})["lm loss"])
-            print(json.dumps({"loss": loss, "grad_norm": float(context.grad_norm or 0)}), flush=True)
+            report(folder, loss=loss, grad_norm=float(context.grad_norm or 0))
 
         def on_eval_end(self, context: CallbackContext) -> None:
-            print(json.dumps({"eval": float((context.total_loss_dict or {})["lm loss"])}), flush=True)
+            report(folder, eval=float((context.total_loss_dict or {})["lm loss"]))
 
     return Losses()
 

@@ -27,10 +27,15 @@ pytestmark = pytest.mark.full
 TWO_STEPS = f"{ROPE} {ALL} --train-iters 2"
 ZERO = "--use-distributed-optimizer --overlap-grad-reduce"
 MTP = f"{ROPE} {ALL} --mtp-num-layers 1"
-EXPERTS = f"{ROPE} {ALL} --num-experts 4 --moe-router-topk 2"
+# Weights are set by name, and experts are named by their place on a rank: so the same ranks hold the same experts in both.
+EXPERTS = (
+    f"{ROPE} {ALL} --num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 "
+    "--moe-token-dispatcher-type allgather"
+)
 NORMED = f"{ROPE} {ALL} --qk-layernorm"
 SCHEDULE = f"{ROPE} --mtraining-top-p-schedule 1:0.5:2 --train-iters 3"
 CHECKPOINT = "--ckpt-format torch_dist"
+STOPPED = f"--mtraining-guard-action stop --lr-decay-iters 10 --save-interval 100 --save FOLDER/stopped {CHECKPOINT}"
 
 SCENARIOS = {
     "dp4": TWO_STEPS,
@@ -40,7 +45,7 @@ SCENARIOS = {
     "hierarchical_optimizer": f"{TWO_STEPS} {CP4} --hierarchical-context-parallel-sizes 2 2 {ZERO}",
     "deterministic": f"{TWO_STEPS} {CP4} --deterministic-mode",
     "experts_dp4": EXPERTS,
-    "experts_parallel": f"{EXPERTS} {CP2} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
+    "experts_cp2": f"{EXPERTS} {CP2}",
     "normed_dp4": NORMED,
     "normed_cp4": f"{NORMED} {CP4}",
     "mtp_dp4": MTP,
@@ -48,6 +53,7 @@ SCENARIOS = {
     "mtpmean_zigzag": f"{MTP} {CP4} --mtraining-layout zigzag",
     "guarded_dp4": GUARDED,
     "guarded_tp2_cp2": f"{GUARDED} {CP2} --tensor-model-parallel-size 2",
+    "stopped_cp4": f"{GUARDED} {CP4} {STOPPED}",
     "packed_dp4": PACKED,
     "packed_tp2_cp2": f"{PACKED} {CP2} --tensor-model-parallel-size 2",
     "packed_full_recompute": f"{PACKED} {CP4} {FULL_RECOMPUTE}",
@@ -63,7 +69,7 @@ PAIRS = [
     ("no_accumulation", "dp4"),
     ("overlapped_gradients", "dp4"),
     ("deterministic", "dp4"),
-    ("experts_parallel", "experts_dp4"),
+    ("experts_cp2", "experts_dp4"),
     ("normed_cp4", "normed_dp4"),
     ("guarded_tp2_cp2", "guarded_dp4"),
     ("packed_tp2_cp2", "packed_dp4"),
@@ -110,3 +116,12 @@ def assert_same_gradients_of_steps(runs, ours, theirs):
     for parameter, gradient in second.items():
         error = float((first[parameter] - gradient).norm() / gradient.norm())
         assert error <= 1e-4, f"{ours} against {theirs}: {parameter} differs by {error:.1e}"
+
+
+def test_the_guard_stops_the_run_with_a_checkpoint(runs):
+    """After the first step, on all ranks, in Megatron's own orderly way."""
+    for run in runs.ranks("stopped_cp4"):
+        assert len(run["losses"]) == 1
+        assert run["exit_code"] == 0
+    assert (runs.folder / "stopped" / "latest_checkpointed_iteration.txt").read_text() == "1"
+    assert "> megatron_mtraining: guard: stopping after iteration 1" in (runs.folder / "log").read_text()

@@ -80,6 +80,14 @@ def test_a_schedule_depends_on_the_number_of_steps_alone(parse):
         ("--mtraining-guard-density 0", "--mtraining-guard-density 0.0: must be a positive number"),
         ("--mtraining-guard-action stop", "--mtraining-guard-action stop: needs a bound"),
         ("--mtraining-guard-recall 0.9 --mtraining-dense", "--mtraining-dense: there is no index for the guard"),
+        (
+            "--mtraining-guard-recall 0.9 --mtraining-index-policy moba",
+            "--mtraining-guard-recall: .*moba chooses row by row",
+        ),
+        (
+            "--mtraining-dump-index /tmp --mtraining-index-policy moba",
+            "--mtraining-dump-index: .*moba chooses row by row",
+        ),
         ("--mtraining-dump-steps 3", "need a folder: give --mtraining-dump-index DIR"),
         ("--mtraining-dump-index /proc/none --mtraining-dump-steps 0", "--mtraining-dump-steps 0: must be .*from 1 up"),
         ("--mtraining-dump-index /proc/none", "--mtraining-dump-index /proc/none: cannot make the folder"),

@@ -109,8 +109,8 @@ def megatron(cp_size, config, layout_mode="auto"):
     try:
         yield
     finally:
-        tear_down()
         parallel_state.destroy_model_parallel()
+        tear_down()
 
 
 def without_cuda():

@@ -25,7 +25,7 @@ def results(folder):
     """Lines of two runs, by variant, of the command itself."""
     options = (
         f"--gguf {folder}/model.gguf --data {folder} --output {folder}/out --variants dense top-p-0.95 joint-0.95 --seeds 3 "
-        "--length 256 --steps 3 --questions 4 --windows 2 --retrieval needle:128:3 multikey:192:2"
+        "--length 256 --steps 3 --questions 4 --windows 2 --retrieval needle:128:3 multikey:192:2 --study-layers 2"
     )
     # A process of its own: without a GPU it makes Megatron run on the CPU, once and for all.
     command = [sys.executable, "-m", "benchmarks.proof.runs", *options.split()]
@@ -62,6 +62,17 @@ def test_evaluation_is_complete(results):
         assert [(f["task"], f["count"]) for f in found] == [("needle", 3)] * 2 + [("multikey", 2)] * 2
 
 
+def test_index_study_covers_every_family(results, folder):
+    """Recall at budgets that keep nearly everything is nearly 1, and no index keeps more than there is."""
+    lines = [json.loads(line) for line in (folder / "out" / "index-256-seed3.jsonl").read_text().splitlines()]
+    assert {line["layer"] for line in lines} == {2}
+    assert {"paper", "token slash", "fixed", "moba", "xattention", "flexprefill", "spread + joint"} <= {
+        line["family"] for line in lines
+    }
+    assert all(0 < line["recall"] <= 1.0001 and 0 < line["density"] <= 1.2501 for line in lines)
+    assert all(line["recall"] > 0.9 for line in lines if line["family"] == "paper" and line["budget"] == 0.98)
+
+
 def test_permutation_matches_both_rotations():
     """q . k under rotation of neighbours equals that of the permuted rows under rotation of halves."""
     torch.manual_seed(0)
@@ -87,9 +98,10 @@ def test_samples_hold_the_answer_where_it_belongs(folder, task):
         assert set(answer) <= set(phrases.digits)
         body = sample.tokens[:-DIGITS].tolist()
         assert any(body[i : i + DIGITS] == answer for i in range(len(body)))
-    assert next(make_samples(task, 256, 1, text, phrases, 1)).tokens.tolist() == next(
-        make_samples(task, 256, 1, text, phrases, 1)
-    ).tokens.tolist()
+    assert (
+        next(make_samples(task, 256, 1, text, phrases, 1)).tokens.tolist()
+        == next(make_samples(task, 256, 1, text, phrases, 1)).tokens.tolist()
+    )
 
 
 def test_unknown_task_is_named(folder):

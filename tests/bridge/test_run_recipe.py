@@ -1,0 +1,55 @@
+"""`examples/nemo/run_recipe.py`: its command line."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "nemo" / "run_recipe.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("run_recipe", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_options_and_overrides_may_be_mixed(script: ModuleType) -> None:
+    args = script.parse(
+        ["some_config", "train.train_iters=3", "--metrics", "m.jsonl", "mtraining.top_p=1", "--dry-run"]
+    )
+    assert (args.recipe, args.overrides) == ("some_config", ["train.train_iters=3", "mtraining.top_p=1"])
+    assert (args.metrics, args.dry_run) == (Path("m.jsonl"), True)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [([], "name a recipe; --list shows them"), (["some_config", "top_p"], "top_p: an override is key=value")],
+)
+def test_mistakes_are_named(script: ModuleType, words: list[str], message: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        script.parse(words)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.bridge
+def test_recipes_are_found_and_listed(script: ModuleType, bridge: Any, capsys: Any) -> None:
+    script.main(["--list"])
+    assert "qwen25_3b_pretrain_32gpu_512k_config" in capsys.readouterr().out.split()
+    with pytest.raises(SystemExit, match="qwen_config: no such recipe; valid: .*qwen25_3b_pretrain_32gpu_512k_config"):
+        script.main(["qwen_config"])
+    with pytest.raises(SystemExit, match="--peft-scheme dora: .* trains all weights"):
+        script.main(["qwen25_3b_pretrain_1gpu_16k_config", "--peft-scheme", "dora"])
+    with pytest.raises(SystemExit, match=r"mtraining\.top_q: no such option"):
+        script.main(["qwen25_3b_pretrain_1gpu_16k_config", "mtraining.top_q=1"])
+    script.main(["qwen25_3b_peft_8gpu_128k_config", "--peft-scheme", "dora", "train.train_iters=3", "--dry-run"])
+    shown = capsys.readouterr().out
+    assert "train_iters: 3" in shown
+    assert "DoRA" in shown

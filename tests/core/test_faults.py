@@ -1,0 +1,55 @@
+"""A rank that dies or sleeps ends the others within the time-out, and two thousand ring passes leave nothing behind."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 4.0
+SLACK = 20.0  # seconds a busy machine may add
+
+
+def start(tmp_path, fault, seconds):
+    """Two ranks."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.core.fault_worker", str(rank), "2", str(tmp_path / "store"), fault, str(seconds)],
+            cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"), [("sleeps", r"[Tt]imed out|[Tt]imeout"), ("is_killed", r"[Cc]onnection (closed|reset)")]
+)
+def test_the_other_rank_stops_within_the_time_out(tmp_path, fault, message):
+    ranks = start(tmp_path, fault, LIMIT)
+    try:
+        output, _ = ranks[0].communicate(timeout=120)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+            rank.stdout.close()
+    assert ranks[0].returncode == 3, output
+    seen = re.search(r"SEEN after ([\d.]+) s: (.*)", output)
+    assert seen, output
+    assert float(seen[1]) < LIMIT + SLACK
+    assert re.search(message, seen[2])
+
+
+@pytest.mark.full
+def test_two_thousand_ring_passes(tmp_path):
+    began = time.monotonic()
+    ranks = start(tmp_path, "none", 60)
+    outputs = [rank.communicate(timeout=900)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert all("SEEN 2000 passes" in output for output in outputs)
+    print(f"{time.monotonic() - began:.0f} s")

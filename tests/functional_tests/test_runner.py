@@ -1,0 +1,123 @@
+"""The runner of the functional tests: it reads Megatron's files as Megatron does, and its comparison can fail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from . import __main__ as runner
+from . import golden
+from .cases import HERE, load_cases
+
+CASES = load_cases()
+LOSS = {step: 10.0 - step / 100 for step in range(1, 51)}
+ZEROS = dict.fromkeys(range(1, 51), 4096.0)
+BOTH = ("lm loss", "num-zeros")
+
+
+def test_the_recipe_names_the_cases_and_their_gpus():
+    assert {name: case.gpus for name, case in CASES.items()} == {
+        "gpt_153m_mtraining_1gpu": 1,
+        "gpt_153m_mtraining_cp2": 2,
+        "gpt_153m_mtraining_tp2_sp": 2,
+    }
+    folders = {path.parent.name for path in HERE.rglob("model_config.yaml")}
+    assert folders == set(CASES)
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_a_case_uses_the_plugin_and_logs_what_is_compared(name):
+    words = CASES[name].arguments(dict.fromkeys(("TENSORBOARD_PATH", "DATA_CACHE_PATH"), "/out"))
+    assert words[words.index("--attention-backend") + 1] == "mtraining"
+    assert {"--log-num-zeros-in-grad", "--deterministic-mode", "--tensorboard-dir"} <= set(words)
+    assert not any("$" in word or word == "True" for word in words)
+    assert not CASES[name].approximate
+    assert CASES[name].metrics == BOTH
+
+
+def test_golden_values_are_complete_where_they_are_recorded():
+    for case in CASES.values():
+        if not case.golden_values.exists():
+            continue
+        values = golden.read(case.golden_values)
+        assert set(BOTH) <= set(values)
+        assert sorted(values["lm loss"]) == list(range(1, case.steps + 1))
+
+
+def test_equal_values_pass():
+    values = {"lm loss": LOSS, "num-zeros": ZEROS}
+    assert golden.compare(values, values, BOTH, approximate=False) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "approximate", "fails"),
+    [
+        ({7: 9.93001}, False, True),
+        ({7: 9.93001}, True, False),
+        ({7: 20.0}, True, False),  # one step in a hundred, at least one
+        ({7: 20.0, 8: 20.0}, True, True),
+        ({7: float("nan"), 8: float("nan")}, True, True),
+    ],
+)
+def test_a_changed_loss_is_seen(change, approximate, fails):
+    failures = golden.compare({"lm loss": LOSS}, {"lm loss": LOSS | change}, ("lm loss",), approximate)
+    assert bool(failures) == fails
+    if fails:
+        assert failures[0].startswith("lm loss:")
+        assert "step 7" in failures[0]
+
+
+def test_a_missing_step_and_a_missing_metric_fail():
+    short = {step: value for step, value in LOSS.items() if step < 50}
+    assert golden.compare({"lm loss": LOSS}, {"lm loss": short}, ("lm loss",), approximate=False)
+    assert golden.compare({"lm loss": LOSS}, {}, ("lm loss",), False) == ["lm loss: not in the run"]
+
+
+def test_time_is_the_median_of_the_steady_steps():
+    slow_start = dict.fromkeys(range(2, 51), 1.0) | {2: 60.0}
+    assert golden.steady_steps(slow_start) == list(range(30, 46))
+    golden_times, times = {"iteration-time": slow_start}, {"iteration-time": dict.fromkeys(range(2, 51), 1.04)}
+    assert golden.compare(golden_times, times, ("iteration-time",), False) == []
+    times = {"iteration-time": dict.fromkeys(range(2, 51), 1.06)}
+    assert golden.compare(golden_times, times, ("iteration-time",), False)
+
+
+def test_written_values_have_megatrons_structure(tmp_path):
+    path = tmp_path / "golden.json"
+    golden.write({"lm loss": LOSS}, path)
+    metric = json.loads(path.read_text())["lm loss"]
+    assert list(metric) == ["start_step", "end_step", "step_interval", "values"]
+    assert (metric["start_step"], metric["end_step"], metric["step_interval"]) == (1, 50, 1)
+    assert metric["values"]["1"] == 9.99
+    assert golden.read(path) == {"lm loss": LOSS}
+
+
+def test_tensorboard_files_are_read_and_rounded(tmp_path):
+    pytest.importorskip("tensorboard")
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(tmp_path))
+    for step in (1, 2, 51):
+        writer.add_scalar("lm loss", 1.23456789 * step, step)
+        writer.add_scalar("learning-rate", 1.0, step)
+    writer.close()
+    assert golden.read_tensorboard(tmp_path, 50) == {"lm loss": {1: 1.23457, 2: 2.46914}}
+    with pytest.raises(FileNotFoundError, match="no TensorBoard file"):
+        golden.read_tensorboard(tmp_path / "nothing", 50)
+
+
+def test_a_folder_without_megatron_is_one_line(tmp_path):
+    with pytest.raises(SystemExit, match=r"--megatron .*: no pretrain_gpt.py there"):
+        runner.main(["run", "gpt_153m_mtraining_cp2", "--megatron", str(tmp_path), "--output", str(tmp_path / "out")])
+
+
+def test_the_command_starts_the_script_as_megatrons_runner_does():
+    case = CASES["gpt_153m_mtraining_cp2"]
+    plain = runner.command(case, Path("/m/pretrain_gpt.py"), Path("/o"), plain=True)
+    launched = runner.command(case, Path("/m/pretrain_gpt.py"), Path("/o"), plain=False)
+    assert plain[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    assert plain[5] == "/m/pretrain_gpt.py"
+    assert launched[5:8] == ["-m", "megatron_mtraining.launch", "/m/pretrain_gpt.py"]
+    assert plain[-2:] == ["--exit-interval", "50"]
