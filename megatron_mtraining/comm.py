@@ -1,8 +1,8 @@
-"""Communication: process groups of a ring, collectives as data, and the exchanges of a ring step."""
+"""Communication: process groups of a ring, collectives as data, and the exchanges of a ring."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -80,6 +80,7 @@ class RingGroups:
         cp: all context-parallel ranks, for the collectives of index estimation; ``None`` for a single rank.
         inner, outer: the groups of a hierarchical ring (ranks of a node; same place in every node), both or neither.
         inner_grad, outer_grad: the same ranks again, for dK and dV.
+        hosts: hosts that the ranks lie on, where that is known; rings need not follow them.
     """
 
     cp: dist.ProcessGroup | None = None
@@ -87,6 +88,12 @@ class RingGroups:
     outer: dist.ProcessGroup | None = None
     inner_grad: dist.ProcessGroup | None = None
     outer_grad: dist.ProcessGroup | None = None
+    hosts: int = 1
+
+    @property
+    def nodes(self) -> int:
+        """Nodes between which transfers are slow: outer ranks, or hosts."""
+        return self.hosts if self.outer is None else dist.get_world_size(self.outer)
 
     @property
     def cp_size(self) -> int:
@@ -142,23 +149,27 @@ class RingGroups:
         return next(group for group in wider[channel] if group is not None)
 
 
+Message = tuple[Transfer, Tensor, Tensor]
+"""A transfer, what is sent and what is received into."""
+
+
 class GroupExchange:
-    """Exchanges of ring steps over process groups: one batched send and receive per transfer."""
+    """Exchanges of a ring over process groups: one batch of sends and receives per launch and channel."""
 
     def __init__(self, groups: RingGroups) -> None:
         self.groups = groups
         self.ranks = [] if groups.cp is None else dist.get_process_group_ranks(groups.cp)
 
-    def post(self, transfer: Transfer, send: Tensor, receive: Tensor) -> list[dist.Work]:
-        """Starts a transfer; ``send`` must not change and ``receive`` not be read until :meth:`wait`.
+    def post(self, messages: Sequence[Message]) -> list[dist.Work]:
+        """Starts transfers of one channel as one exchange: what is sent must not change, nor what is received into be used,
+        until :meth:`wait`.
 
         Peers are CP ranks in the schedule and global ranks here: a CP group need not begin at rank 0.
         """
-        group = self.groups.channel(transfer.channel)
-        operations = [
-            dist.P2POp(dist.isend, send, self.ranks[transfer.send_to], group),
-            dist.P2POp(dist.irecv, receive, self.ranks[transfer.receive_from], group),
-        ]
+        group = self.groups.channel(messages[0][0].channel)
+        # Receives first: gloo would queue the word that a receive is ready behind what is sent to the same rank.
+        operations = [dist.P2POp(dist.irecv, receive, self.ranks[t.receive_from], group) for t, _, receive in messages]
+        operations += [dist.P2POp(dist.isend, send, self.ranks[t.send_to], group) for t, send, _ in messages]
         return dist.batch_isend_irecv(operations)
 
     def wait(self, handle: list[dist.Work]) -> None:
@@ -167,41 +178,31 @@ class GroupExchange:
             work.wait()
 
 
-@dataclass
-class _Mail:
-    send: Tensor
-    receive: Tensor
-    transfer: Transfer
-    rank: int
-
-
 class VirtualExchange:
     """Exchanges between ranks that are played one after another in one process (see :mod:`megatron_mtraining.testing`).
 
-    All ranks post a step's transfers before any of them waits for one, so a wait finds its sender's buffer filled and
-    copies from it.
+    All ranks post a launch's transfers before any of them waits for one, so a wait finds its sender's message.
     """
 
-    def __init__(self, mailbox: dict[tuple[Channel, int, int], list[_Mail]], rank: int) -> None:
+    def __init__(self, mailbox: dict[tuple[Channel, int, int], list[tuple[int, Tensor]]], rank: int) -> None:
         self.mailbox = mailbox
         self.rank = rank
 
-    def post(self, transfer: Transfer, send: Tensor, receive: Tensor) -> _Mail:
-        """Leaves a message for ``transfer.send_to``."""
-        # A copy: the sender may wait, and then reuse its buffer, before the receiver does.
-        mail = _Mail(send.clone(), receive, transfer, self.rank)
-        self.mailbox.setdefault((transfer.channel, self.rank, transfer.send_to), []).append(mail)
-        return mail
+    def post(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Leaves the messages for their receivers."""
+        for transfer, send, _ in messages:
+            letters = self.mailbox.setdefault((transfer.channel, self.rank, transfer.send_to), [])
+            # A copy: the sender may wait, and then reuse its buffer, before the receiver does.
+            letters.append((transfer.sent_chunk, send.clone()))
+        return messages
 
-    def wait(self, handle: _Mail) -> None:
-        """Takes the oldest message from ``transfer.receive_from``."""
-        transfer = handle.transfer
-        sent = self.mailbox[(transfer.channel, transfer.receive_from, self.rank)].pop(0)
-        if sent.transfer.sent_chunk != transfer.received_chunk:
-            raise RuntimeError(
-                f"rank {self.rank} expected chunk {transfer.received_chunk}, got {sent.transfer.sent_chunk}"
-            )
-        handle.receive.copy_(sent.send)
+    def wait(self, handle: Sequence[Message]) -> None:
+        """Takes the oldest message of each sender."""
+        for transfer, _, receive in handle:
+            chunk, sent = self.mailbox[(transfer.channel, transfer.receive_from, self.rank)].pop(0)
+            if chunk != transfer.received_chunk:
+                raise RuntimeError(f"rank {self.rank} expected chunk {transfer.received_chunk}, got {chunk}")
+            receive.copy_(sent)
 
 
 Exchange = GroupExchange | VirtualExchange

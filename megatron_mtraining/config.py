@@ -64,6 +64,9 @@ class MTrainingConfig:
     vertical_backward: str = _option(
         "save", "keep the gathered columns for backward or gather them again", VERTICAL_BACKWARDS
     )
+    chunks_per_launch: int | None = _option(
+        None, "most chunks of a ring worked off by one launch (unset or 'none': by the local length)"
+    )
     max_compact_columns: int = _option(
         16384, "columns gathered per head at a time: beyond it they are worked off chunk by chunk"
     )
@@ -78,6 +81,7 @@ class MTrainingConfig:
         self._check_int("sink_tokens", low=0)
         self._check_policies()
         self._check_int("stripe_size", low=BLOCK, multiple=BLOCK)
+        self._check_int("chunks_per_launch", low=1, optional=True)
         self._check_int("max_compact_columns", low=BLOCK, multiple=BLOCK)
         for item in fields(self):
             choices = item.metadata["choices"]
@@ -114,7 +118,7 @@ class MTrainingConfig:
         if not is_int or value < low or (high is not None and value > high) or value % multiple:
             bounds = f"from {low}" + (f" to {high}" if high is not None else " up")
             kind = "an integer" if multiple == 1 else f"a multiple of {multiple}"
-            raise ValueError(f"{name}={value!r}: must be {kind} {bounds}" + (", or None for no cap" * optional))
+            raise ValueError(f"{name}={value!r}: must be {kind} {bounds}" + (", or None" * optional))
 
     @property
     def vertical_share(self) -> Fraction:

@@ -123,6 +123,12 @@ class Layout:
         """``block_position`` on a device; copied there once."""
         return self._cached("blocks", device, lambda: self.block_position)
 
+    def rows(self, ranks: tuple[int, ...], device: torch.device | str) -> Tensor:
+        """``block_position`` of some ranks, in their order, on a device; copied there once."""
+        if len(ranks) == 1:
+            return self.table(device)[ranks[0]][None]
+        return self._cached(f"rows {ranks}", device, lambda: self.block_position[list(ranks)])
+
     def inverse(self, device: torch.device | str) -> Tensor:
         """int32 ``[num_blocks]``: ``rank * local_blocks + local_block`` of each global block, on a device."""
         return self._cached("inverse", device, lambda: torch.argsort(self.block_position.flatten()).to(torch.int32))

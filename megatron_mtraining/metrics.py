@@ -75,6 +75,24 @@ def imbalance_step(work: Tensor) -> float:
     return float(work.amax(0).sum() / work.mean(0).sum()) if work.any() else 1.0
 
 
+def imbalance_degrees(work: Tensor) -> dict[str, float]:
+    """The imbalance degrees of a table of work (pairs or time) ``[cp_size, steps]``.
+
+    Returns:
+        ``worker``: slowest over mean rank within a step, mean over the steps; ``critical``: sum over steps of the slowest
+        rank over the ideal (:func:`imbalance_step`); ``step``: heaviest over mean step, by the slowest rank of each;
+        ``total``: slowest over mean rank of the whole pass (:func:`imbalance_worker`).
+    """
+    slowest, mean = work.double().amax(0), work.double().mean(0)
+    busy = mean > 0
+    return {
+        "worker": float((slowest[busy] / mean[busy]).mean()) if busy.any() else 1.0,
+        "critical": imbalance_step(work),
+        "step": float(slowest.max() / slowest.mean()) if busy.any() else 1.0,
+        "total": imbalance_worker(work),
+    }
+
+
 @dataclass
 class Recorder:
     """Collects the indices and the times of attention calls while it is active (one at a time in a process).

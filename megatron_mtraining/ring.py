@@ -1,8 +1,12 @@
-"""Sparse ring attention: one executor for the steps of a schedule, forward and backward (paper, sections 3.3 and 3.4)."""
+"""Sparse ring attention: one executor for the launches of a plan, forward and backward (paper, sections 3.3 and 3.4).
+
+All of a launch's transfers are posted before its compute, from buffers that are at hand, and are waited for after it; the
+host never waits for the device, and nothing is allocated between the first launch and the last.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,12 +15,14 @@ import torch
 from torch import Tensor
 
 from .block_lists import Index
+from .buffers import pool
 from .comm import Exchange
 from .config import BLOCK, MTrainingConfig
 from .index import document_table
+from .launches import FIRST, KEPT, OWN, Launch, Move, Plan, backward_plan, chunks_per_launch, forward_plan
 from .layout import Layout
 from .ops import Operators
-from .schedule import Step, Transfer, backward_schedule, forward_schedule
+from .ring_profile import CallProfile, active_profile
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,7 @@ class RingCall:
         inner_size: ranks of an inner ring (``layout.cp_size``: a flat ring).
         ops: implementation of the operators.
         exchange: carries the transfers; ``None`` on a single rank.
+        nodes: nodes that the ranks lie on, whether or not the rings follow them.
     """
 
     index: Index
@@ -42,28 +49,39 @@ class RingCall:
     inner_size: int
     ops: Operators
     exchange: Exchange | None
+    nodes: int = 1
 
-    def schedule(self, backward: bool) -> tuple[Step, ...]:
-        """This rank's steps."""
-        make = backward_schedule if backward else forward_schedule
-        return make(self.cp_rank, self.inner_size, self.layout.cp_size // self.inner_size)
+    def plan(self, backward: bool) -> Plan:
+        """This rank's launches."""
+        outer_size = self.layout.cp_size // self.inner_size
+        # A flat ring over several nodes keeps to neighbours: only they leave one crossing of a node's border per step.
+        most = 1 if outer_size < self.nodes else self.config.chunks_per_launch
+        if most is None:
+            most = chunks_per_launch(self.layout.local_seq_len, backward)
+        make = backward_plan if backward else forward_plan
+        return make(self.cp_rank, self.inner_size, outer_size, most)
 
-    def blocks(self, chunk: int) -> Tensor:
-        """int32 ``[local_blocks]``: global blocks of a chunk."""
-        return self.layout.table(self.index.slash_words.device)[chunk]
+    def blocks(self, *chunks: int) -> Tensor:
+        """int32 ``[chunks, local_blocks]``: global blocks of chunks."""
+        return self.layout.rows(chunks, self.index.slash_words.device)
 
     @cached_property
     def lines(self) -> tuple[Tensor, Tensor, Tensor]:
         """``(slash_words, doc_start, q_blocks)``, the arguments of every attention operator."""
         words = self.index.slash_words
-        return words, document_table(self.index.documents, "doc_start", words.device), self.blocks(self.cp_rank)
+        return words, document_table(self.index.documents, "doc_start", words.device), self.blocks(self.cp_rank)[0]
 
-    def column_pieces(self, chunk: int) -> Iterator[Tensor]:
-        """The kept columns of one chunk in pieces of at most ``max_compact_columns`` slots: int32 ``[batch, heads, slots]``."""
-        most = min(self.index.column_capacity, self.layout.local_blocks * BLOCK)
+    def column_pieces(self, chunks: tuple[int, ...]) -> Iterator[Tensor]:
+        """The kept columns of a launch's chunks in pieces of at most ``max_compact_columns`` slots: int32
+        ``[batch, heads, slots]``.
+        """
+        most = min(self.index.column_capacity, len(chunks) * self.layout.local_blocks * BLOCK)
         size = min(-(-most // BLOCK) * BLOCK, self.config.max_compact_columns)
+        blocks = self.blocks(*chunks).flatten()
+        if len(chunks) > 1:
+            blocks = blocks.sort().values
         for first in range(0, most, max(size, 1)):
-            yield self.ops.list_columns(self.index.column_words, self.blocks(chunk), size, first)[0]
+            yield self.ops.list_columns(self.index.column_words, blocks, size, first)[0]
 
 
 def compact_capacity(column_capacity: int, config: MTrainingConfig) -> int:
@@ -87,86 +105,110 @@ class Columns:
         return cls(q.new_zeros(shape), q.new_zeros(shape), positions)
 
 
-class Buffers:
-    """Buffers of one shape, reused within a call."""
+class Traffic:
+    """The exchanges of one pass of one rank, and the times of its launches if :func:`profile_ring` is active."""
 
-    def __init__(self, shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> None:
-        self._shape, self._like, self._dtype = tuple(shape), like, dtype
-        self._free: list[Tensor] = []
+    def __init__(self, call: RingCall, phase: str, launches: tuple[Launch, ...], device: torch.device) -> None:
+        profile = active_profile()
+        self._exchange: Any = call.exchange
+        self._profile: CallProfile | None = None
+        if profile is not None:
+            self._profile = profile.start(phase, call.cp_rank, launches, device, call.exchange)
+            self._exchange = self._profile
 
-    def take(self) -> Tensor:
-        """A buffer with unspecified contents."""
-        return self._free.pop() if self._free else self._like.new_empty(self._shape, dtype=self._dtype)
+    def post(self, moves: Sequence[Move], slot: Callable[[int], Tensor]) -> Any:
+        """Starts moves of one channel as one exchange; returns what to wait for."""
+        return self._exchange.post([(move.transfer, slot(move.source), slot(move.target)) for move in moves])
 
-    def give(self, buffer: Tensor) -> None:
-        """Returns a buffer whose last use has been ordered before whatever comes next."""
-        self._free.append(buffer)
+    def wait(self, handle: Any) -> None:
+        """Waits for an exchange (on CUDA the current stream does, not the host)."""
+        self._exchange.wait(handle)
 
-
-@dataclass
-class Pending:
-    """A transfer under way."""
-
-    handle: Any
-    sent: Tensor
-    received: Tensor
+    def mark(self, point: str) -> None:
+        """Notes that the launch has come to a point of :data:`ring_profile.POINTS`."""
+        if self._profile is not None:
+            self._profile.mark(point)
 
 
 class KeyRing:
-    """Moves K|V chunks (``[2, batch, seq, kv_heads, dim]``, one message) along a schedule.
+    """Moves K|V chunks (``[2, batch, seq, kv_heads, dim]``, one message each) along a plan.
+
+    Args:
+        traffic: carries the exchanges.
+        plan: the launches.
+        k, v: the rank's own keys and values ``[batch, seq, kv_heads, dim]``.
+        first: the chunk that the pass begins with; not given: the rank's own, which is packed into a buffer if it travels.
 
     Attributes:
-        current: the chunk of the present step; ``None`` where that is the rank's own and it did not travel.
+        kept: the chunk held last in forward, in its own allocation; ``None`` on a single rank.
     """
 
-    def __init__(self, call: RingCall, first: Tensor | None) -> None:
-        self.call, self.current, self._first = call, first, first
-        self._buffers: Buffers | None = None if first is None else Buffers(first.shape, first, first.dtype)
-        self._inner: Pending | None = None
-        self._outer: Pending | None = None
+    def __init__(self, traffic: Traffic, plan: Plan, k: Tensor, v: Tensor, first: Tensor | None = None) -> None:
+        self.traffic, self.own = traffic, (k, v)
+        self.kept: Tensor | None = None
+        self._last = plan.launches[-1]
+        self._first = first
+        self._buffer: Tensor | None = None
+        self._inner: Any = None
+        self._outer: Any = None
+        packs = first is None and len(plan.launches) > 1
+        if slots := plan.key_slots + packs:
+            self._buffer = pool.take((slots, 2, *k.shape), k.dtype, k.device)
+        if packs:
+            assert self._buffer is not None
+            self._first = torch.stack((k, v), out=self._buffer[plan.key_slots])
+            self.kept = k.new_empty((2, *k.shape))
+        self._starts_with_own = first is None
 
-    def post(self, step: Step) -> None:
-        """Starts the step's transfers, outer before inner, before anything is computed."""
-        if step.outer is not None:
-            self._outer = self._start(step.outer)
-        if step.inner is not None:
-            self._inner = self._start(step.inner)
+    def _slot(self, slot: int) -> Tensor:
+        found = self._first if slot == FIRST else self.kept if slot == KEPT else None
+        if found is not None:
+            return found
+        assert self._buffer is not None
+        return self._buffer[slot]
 
-    def _start(self, transfer: Transfer) -> Pending:
-        assert self.call.exchange is not None and self.current is not None and self._buffers is not None
-        received = self._buffers.take()
-        return Pending(self.call.exchange.post(transfer, self.current, received), self.current, received)
-
-    def advance(self, step: Step) -> None:
-        """Waits for the next step's chunk and frees the buffers that nothing reads any more."""
-        done, arrived, sent_outer = self.current, None, None
+    def wait(self, launch: Launch) -> None:
+        """Waits for the launch's chunks."""
         if self._inner is not None:
-            arrived, self._inner = self._wait(self._inner), None
-        if step.window_end and self._outer is not None:
-            arrived, sent_outer, self._outer = self._wait(self._outer), self._outer.sent, None
-        in_flight = self._outer.sent if self._outer is not None else None
-        for buffer in {id(x): x for x in (done, sent_outer)}.values():
-            # The first chunk has an owner of its own: the caller in forward, what was saved in backward.
-            if buffer is not None and buffer is not self._first and buffer is not in_flight:
-                assert self._buffers is not None
-                self._buffers.give(buffer)
-        self.current = arrived
+            self.traffic.wait(self._inner)
+            self._inner = None
+        if launch.awaits_outer:
+            self.traffic.wait(self._outer)
+            self._outer = None
 
-    def _wait(self, pending: Pending) -> Tensor:
-        assert self.call.exchange is not None
-        self.call.exchange.wait(pending.handle)
-        return pending.received
+    def post(self, launch: Launch) -> None:
+        """Starts the launch's transfers, outer before inner."""
+        if launch.outer is not None:
+            self._outer = self.traffic.post((launch.outer,), self._slot)
+        if launch.keys:
+            self._inner = self.traffic.post(launch.keys, self._slot)
 
+    def chunks(self, launch: Launch) -> tuple[Tensor, Tensor]:
+        """K and V of the launch as the operators take them: ``[chunks, batch, seq, kv_heads, dim]``, views."""
+        if launch.slot == OWN or (launch.slot == FIRST and self._starts_with_own):
+            return self.own[0][None], self.own[1][None]
+        if launch.slot < 0:
+            chunk = self._slot(launch.slot)
+            return chunk[0][None], chunk[1][None]
+        assert self._buffer is not None
+        held = self._buffer[launch.slot : launch.slot + len(launch.chunks)]
+        return held[:, 0], held[:, 1]
 
-def chunk_keys(chunk: Tensor | None, own_k: Tensor, own_v: Tensor) -> tuple[Tensor, Tensor]:
-    """K and V of a chunk, or the rank's own, as the operators take them: ``[1, batch, seq, kv_heads, dim]``."""
-    return (own_k[None], own_v[None]) if chunk is None else (chunk[0][None], chunk[1][None])
+    def close(self) -> None:
+        """Gives the buffers back; in forward the chunk held last is kept."""
+        if self._buffer is None:
+            return
+        if self.kept is not None and self._last.slot != KEPT:
+            self.kept.copy_(self._buffer[self._last.slot + len(self._last.chunks) - 1])
+        pool.give(self._buffer)
+        self._buffer = self._first = None
 
 
 class RingForward:
-    """Forward pass of one rank. After the last step: ``out``, ``lse``, and what backward starts from.
+    """Forward pass of one rank. After the last launch: ``out``, ``lse``, and what backward starts from.
 
     Attributes:
+        launches: what :func:`run` goes through.
         out: ``[batch, local_seq, heads, dim]``, dtype of q.
         lse: ``[batch, heads, local_seq]``, natural log.
         columns: compact keys of the whole sequence, or ``None``.
@@ -175,18 +217,21 @@ class RingForward:
 
     def __init__(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.call, self.q, self.k, self.v = call, q, k, v
-        self.steps = call.schedule(backward=False)
+        plan = call.plan(backward=False)
+        self.launches = plan.launches
+        self.traffic = Traffic(call, "forward", plan.launches, q.device)
         batch, seq, heads, _ = q.shape
         accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32
         self.lse = q.new_empty((batch, heads, seq), dtype=accumulate)
         self.out = torch.empty_like(q, memory_format=torch.contiguous_format)
         self.columns = self._whole_columns()
-        self._pieces_per_step = call.index.column_capacity > 0 and self.columns is None
+        self._pieces_per_launch = call.index.column_capacity > 0 and self.columns is None
         self._partial: Tensor | None = None
+        if len(plan.launches) > 1 or self._pieces_per_launch:
+            self._partial = torch.empty_like(self.out, dtype=accumulate)
         self._written = False
-        # One rank sends nothing, and so needs no copy that holds K and V in one message.
-        self._ring = KeyRing(call, torch.stack((k, v)) if len(self.steps) > 1 else None)
-        self.kept: Tensor | None = None
+        self._ring = KeyRing(self.traffic, plan, k, v)
+        self.kept = self._ring.kept
 
     def _whole_columns(self) -> Columns | None:
         capacity = compact_capacity(self.call.index.column_capacity, self.call.config)
@@ -196,26 +241,30 @@ class RingForward:
         every = torch.arange(index.num_blocks, dtype=torch.int32, device=self.q.device)
         return Columns.empty(self.q, self.call.ops.list_columns(index.column_words, every, capacity, 0)[0])
 
-    def post(self, number: int) -> None:
-        """Starts the transfers of a step."""
-        self._ring.post(self.steps[number])
+    def post(self, launch: Launch) -> None:
+        """Waits for the launch's chunks and starts its transfers."""
+        self.traffic.mark("begin")
+        self._ring.wait(launch)
+        self._ring.post(launch)
 
-    def compute(self, number: int) -> None:
-        """Works off the step's chunk; the last step attends the compact columns too and rounds the result."""
-        k, v = chunk_keys(self._ring.current, self.k, self.v)
-        blocks = self.call.blocks(self.steps[number].chunk)[None]
-        last = number + 1 == len(self.steps)
-        if self._pieces_per_step:
-            pieces = list(self.call.column_pieces(self.steps[number].chunk))
+    def compute(self, launch: Launch) -> None:
+        """Works off the launch's chunks; the last launch attends the compact columns too and rounds the result."""
+        self.traffic.mark("arrived")  # here: of ranks that are played in one process, others post in between
+        k, v = self._ring.chunks(launch)
+        blocks = self.call.blocks(*launch.chunks)
+        last = launch is self.launches[-1]
+        if self._pieces_per_launch:
+            pieces = list(self.call.column_pieces(launch.chunks))
             for place, positions in enumerate(pieces):
                 columns = self._gather(Columns.empty(self.q, positions), k, v, blocks)
                 # The slash blocks go with the first piece.
                 part = slice(None) if place == 0 else slice(0, 0)
                 self._launch(k[part], v[part], blocks[part], columns, last and place + 1 == len(pieces))
-            return
-        if self.columns is not None:
-            self._gather(self.columns, k, v, blocks)
-        self._launch(k, v, blocks, self.columns if last else None, last)
+        else:
+            if self.columns is not None:
+                self._gather(self.columns, k, v, blocks)
+            self._launch(k, v, blocks, self.columns if last else None, last)
+        self.traffic.mark("computed")
 
     def _gather(self, columns: Columns, k: Tensor, v: Tensor, blocks: Tensor) -> Columns:
         self.call.ops.gather_columns_(k, v, blocks, columns.positions, columns.keys, columns.values)
@@ -223,8 +272,6 @@ class RingForward:
 
     def _launch(self, k: Tensor, v: Tensor, blocks: Tensor, columns: Columns | None, last: bool) -> None:
         compact = (columns.keys, columns.values, columns.positions) if columns is not None else (None, None, None)
-        if self._partial is None and not (last and not self._written):
-            self._partial = torch.empty_like(self.out, dtype=self.lse.dtype)
         call = self.call
         call.ops.attention_forward_(
             self.q, k, v, *call.lines, blocks, *compact, call.scale, self._written, call.ops.arch,
@@ -232,12 +279,12 @@ class RingForward:
         )  # fmt: skip
         self._written = True
 
-    def finish(self, number: int) -> None:
-        """Waits for the next step's chunk; after the last step keeps the chunk at hand for backward."""
-        if number + 1 < len(self.steps):
-            self._ring.advance(self.steps[number])
-        else:
-            self.kept, self._partial = self._ring.current, None
+    def finish(self, launch: Launch) -> None:
+        """After the last launch gives the buffers back."""
+        if launch is self.launches[-1]:
+            self._ring.close()
+            self._partial = None
+        self.traffic.mark("end")
 
 
 @dataclass(frozen=True)
@@ -254,42 +301,50 @@ class Saved:
 
 
 class RingBackward:
-    """Backward pass of one rank. After the last step :meth:`gradients` has dQ, dK and dV."""
+    """Backward pass of one rank. After the last launch :meth:`gradients` has dQ, dK and dV.
+
+    Attributes:
+        launches: what :func:`run` goes through.
+    """
 
     def __init__(self, call: RingCall, saved: Saved, dout: Tensor) -> None:
         self.call, self.saved, self.dout = call, saved, dout
-        self.steps = call.schedule(backward=True)
+        plan = call.plan(backward=True)
+        self.launches = plan.launches
+        self.traffic = Traffic(call, "backward", plan.launches, dout.device)
         self._delta = call.ops.attention_delta(saved.out, dout)
         self._dq = torch.empty_like(saved.q, dtype=saved.lse.dtype, memory_format=torch.contiguous_format)
         self._dq_written = False
-        self._ring = KeyRing(call, saved.kept)
-        self._grads = Buffers((2, *saved.k.shape), saved.k, saved.lse.dtype)
-        self._inner: Pending | None = None
-        self._outer: Pending | None = None
+        self._ring = KeyRing(self.traffic, plan, saved.k, saved.v, saved.kept)
+        self._grads = pool.take((plan.grad_slots, 2, *saved.k.shape), saved.lse.dtype, saved.k.device)
+        self._inner: Any = None
+        self._outer: Any = None
         self._d_columns: Columns | None = None
-        self._sum: Tensor | None = None
+        self._result: tuple[Tensor, Tensor] | None = None
 
-    def post(self, number: int) -> None:
-        """Starts the key transfers of a step."""
-        self._ring.post(self.steps[number])
+    def post(self, launch: Launch) -> None:
+        """Waits for the launch's chunks and starts its key transfers."""
+        self.traffic.mark("begin")
+        self._ring.wait(launch)
+        self._ring.post(launch)
 
-    def compute(self, number: int) -> None:
-        """Gradients of the step's chunk, then the partial sums that have arrived for it."""
-        if number == 0 and self.saved.columns is not None:
-            columns = self.saved.columns
-            self._d_columns = Columns.empty(self._dq, columns.positions)
-            self._vertical(columns, self._d_columns)
-        call, saved, step = self.call, self.saved, self.steps[number]
-        k, v = chunk_keys(self._ring.current, saved.k, saved.v)
-        grads = self._grads.take()
-        dk, dv, blocks = grads[0][None], grads[1][None], call.blocks(step.chunk)[None]
+    def compute(self, launch: Launch) -> None:
+        """Gradients of the launch's chunks, then the partial sums that have arrived for the first of them."""
+        call, saved = self.call, self.saved
+        self.traffic.mark("arrived")
+        if launch is self.launches[0] and saved.columns is not None:
+            self._d_columns = Columns.empty(self._dq, saved.columns.positions)
+            self._vertical(saved.columns, self._d_columns)
+        k, v = self._ring.chunks(launch)
+        grads = self._grads[launch.grad_slot : launch.grad_slot + len(launch.chunks)]
+        dk, dv, blocks = grads[:, 0], grads[:, 1], call.blocks(*launch.chunks)
         call.ops.attention_backward_(
             saved.q, k, v, self.dout, saved.lse, self._delta, *call.lines, blocks, call.scale,
             self._dq_written, call.config.deterministic, call.ops.arch, self._dq, dk, dv,
         )  # fmt: skip
         self._dq_written = True
-        self._add_columns(step.chunk, k, v, blocks, (dk, dv))
-        self._sum = self._collect(step, grads)
+        self._add_columns(launch.chunks, k, v, blocks, (dk, dv))
+        self.traffic.mark("computed")
 
     def _vertical(self, columns: Columns, d_columns: Columns) -> None:
         call, saved = self.call, self.saved
@@ -300,65 +355,56 @@ class RingBackward:
         )  # fmt: skip
         self._dq_written = True
 
-    def _add_columns(self, chunk: int, k: Tensor, v: Tensor, blocks: Tensor, grads: tuple[Tensor, Tensor]) -> None:
-        """Adds the chunk's share of the column gradients: computed before the ring, or now from columns gathered again."""
+    def _add_columns(
+        self, chunks: tuple[int, ...], k: Tensor, v: Tensor, blocks: Tensor, grads: tuple[Tensor, Tensor]
+    ) -> None:
+        """Adds the chunks' share of the column gradients: computed before the ring, or now from columns gathered again."""
         ops = self.call.ops
         if self._d_columns is not None:
             d = self._d_columns
             ops.scatter_columns_(d.keys, d.values, d.positions, blocks, *grads)
             return
-        for positions in self.call.column_pieces(chunk):
+        for positions in self.call.column_pieces(chunks):
             columns = Columns.empty(self.saved.q, positions)
             ops.gather_columns_(k, v, blocks, positions, columns.keys, columns.values)
             d = Columns.empty(self._dq, positions)
             self._vertical(columns, d)
             ops.scatter_columns_(d.keys, d.values, positions, blocks, *grads)
 
-    def _collect(self, step: Step, grads: Tensor) -> Tensor:
-        """Adds the partial of this step's chunk that the inner ring brought, and at a window's end that of the outer."""
-        if not step.window_start and self._inner is not None:
-            self._add_arrived(self._inner, grads)
+    def finish(self, launch: Launch) -> None:
+        """Adds the partial sums of others to the first chunk's, and sends the launch's on."""
+        if self._inner is not None:
+            self.traffic.wait(self._inner)
             self._inner = None
-        if step.window_end and self._outer is not None:
-            self._add_arrived(self._outer, grads)
+        if launch.adds_outer is not None:
+            self.traffic.wait(self._outer)
             self._outer = None
-        return grads
-
-    def _add_arrived(self, pending: Pending, grads: Tensor) -> None:
-        assert self.call.exchange is not None
-        self.call.exchange.wait(pending.handle)
-        grads += pending.received
-        self._grads.give(pending.received)
-        self._grads.give(pending.sent)
-
-    def finish(self, number: int) -> None:
-        """Sends the sum on, and waits for the next step's keys."""
-        step = self.steps[number]
-        assert self._sum is not None
-        for transfer in (step.outer_grad, step.inner_grad):
-            if transfer is None:
-                continue
-            assert self.call.exchange is not None
-            received = self._grads.take()
-            pending = Pending(self.call.exchange.post(transfer, self._sum, received), self._sum, received)
-            if transfer is step.inner_grad:
-                self._inner = pending
-            else:
-                self._outer = pending
-        self._ring.advance(step)
+        self.traffic.mark("summed")
+        total = self._grads[launch.grad_slot]
+        for slot in (*launch.adds, *((launch.adds_outer,) if launch.adds_outer is not None else ())):
+            total += self._grads[slot]
+        if launch.outer_grad is not None:
+            self._outer = self.traffic.post((launch.outer_grad,), self._grads.__getitem__)
+        if launch.grads:
+            self._inner = self.traffic.post(launch.grads, self._grads.__getitem__)
+        if launch is self.launches[-1]:
+            self._result = self._dq.to(self.saved.q.dtype), total.to(self.saved.q.dtype, copy=True)
+            self._ring.close()
+            pool.give(self._grads)
+        self.traffic.mark("end")
 
     def gradients(self) -> tuple[Tensor, Tensor]:
-        """``(dq, dk | dv)`` after the last step, rounded once; ``dk | dv`` is ``[2, batch, seq, kv_heads, dim]``."""
-        assert self._sum is not None
-        return self._dq.to(self.saved.q.dtype), self._sum.to(self.saved.q.dtype)
+        """``(dq, dk | dv)`` after the last launch, rounded once; ``dk | dv`` is ``[2, batch, seq, kv_heads, dim]``."""
+        assert self._result is not None
+        return self._result
 
 
 def run(ranks: Sequence[RingForward] | Sequence[RingBackward]) -> None:
-    """Runs rings step by step: this process's rank alone, or all ranks of a ring played in one process."""
-    for number in range(len(ranks[0].steps)):
+    """Runs rings launch by launch: this process's rank alone, or all ranks of a ring played in one process."""
+    for number in range(len(ranks[0].launches)):
         for rank in ranks:
-            rank.post(number)
+            rank.post(rank.launches[number])
         for rank in ranks:
-            rank.compute(number)
+            rank.compute(rank.launches[number])
         for rank in ranks:
-            rank.finish(number)
+            rank.finish(rank.launches[number])

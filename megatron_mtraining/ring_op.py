@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .bitmap import WORD
 from .block_lists import index_of_words
+from .buffers import pool
 from .comm import GroupExchange, RingGroups, drive
 from .config import ROW_LIST_POLICIES, MTrainingConfig
 from .documents import Documents
@@ -67,6 +68,7 @@ class Context:
             inner_size=self.inner_size,
             ops=operators(self.config.kernel, q),
             exchange=GroupExchange(self.groups) if self.groups.cp_size > 1 else None,
+            nodes=self.groups.nodes,
         )
 
 
@@ -97,7 +99,10 @@ def release(number: int) -> None:
 
 
 def forget_contexts() -> None:
-    """Forgets all contexts, and with them the process groups they hold; for when groups are destroyed."""
+    """Forgets all contexts, and with them the process groups they hold, and the rings' buffers; for when groups are
+    destroyed.
+    """
+    pool.clear()
     _numbers.clear()
     _contexts.clear()
 

@@ -164,7 +164,7 @@ def create_ring_groups(
     for ranks, plan in plans.items():
         rings = _make(ranks, plan, make, None if ranks != mine else hierarchical, bool(sizes))
         if ranks == mine:
-            _registry.rings[mine] = replace(rings, cp=cp_group)
+            _registry.rings[mine] = replace(rings, cp=cp_group, hosts=len({host_of[rank] for rank in mine}))
     return plans[mine]
 
 

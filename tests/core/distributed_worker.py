@@ -24,6 +24,7 @@ from megatron_mtraining import (
     estimate_index,
     mtraining_attention,
 )
+from megatron_mtraining.ring_profile import profile_ring
 from megatron_mtraining.testing import estimate_virtual, run_virtual
 
 CASES: dict[str, Callable[[], None]] = {}
@@ -148,6 +149,30 @@ def columns_in_pieces() -> None:
         MTrainingConfig(top_p=0.7, vertical_backward="gather"),
     ):
         check(layouts(dist.get_world_size())[0], config=config)
+
+
+@case
+def several_chunks_a_launch() -> None:
+    world = dist.get_world_size()
+    inner_ranks, outer_ranks = hierarchy(list(range(world)), max(world // 2, 1))
+    inner, outer = split(inner_ranks), split(outer_ranks)
+    for chunks in (2, 8):
+        config = MTrainingConfig(top_p=0.7, chunks_per_launch=chunks)
+        check(layouts(world)[0], config=config)
+        check(layouts(world)[0], inner=inner, outer=outer, config=config)
+
+
+@case
+def profiled_passes() -> None:
+    world = dist.get_world_size()
+    with profile_ring() as profile:
+        check(layouts(world)[0], config=SPARSE)
+    mine = [times for times in profile.read() if times.transfers and times.cp_rank == dist.get_rank()]
+    for phase in ("forward", "backward"):
+        times = next(t for t in mine if t.phase == phase)
+        assert 1 < len(times.launches) <= world and all(t.end >= t.begin for t in times.transfers)
+        assert times.exposed_ms >= 0 and 0 <= times.hidden <= 1 and times.compute_ms > 0
+        assert abs(times.compute_ms + times.exposed_ms - times.total_ms) < 0.05 * times.total_ms + 1
 
 
 @case

@@ -52,6 +52,27 @@ def test_any_index(kind: str, cp_size: int, inner_size: int) -> None:
     run_and_compare(q, k, v, make_layout(kind, 1024, cp_size), inner_size=inner_size, index=random_index(1024, 4))
 
 
+@pytest.mark.parametrize("columns", [{}, {"max_compact_columns": 64}, {"vertical_backward": "gather"}])
+@pytest.mark.parametrize(("cp_size", "inner_size", "chunks"), [(8, 8, 3), (8, 4, 2), (8, 4, 8), (4, 4, 1), (4, 2, 2)])
+def test_several_chunks_a_launch(cp_size: int, inner_size: int, chunks: int, columns: dict) -> None:
+    q, k, v = random_qkv(1024)
+    config = MTrainingConfig(chunks_per_launch=chunks, **columns)
+    index = random_index(1024, 4, vertical=300)
+    run_and_compare(q, k, v, Layout.striped(1024, cp_size), config, inner_size, index=index)
+
+
+def test_buffers_serve_one_call_at_a_time() -> None:  # nested calls: a call's kept chunk and result are its own
+    layout, config = Layout.striped(512, 4), MTrainingConfig(top_p=0.7, chunks_per_launch=2)
+    inputs = [random_qkv(512, dtype=torch.float32) for _ in range(3)]
+    outs = [run_virtual(*x, layout=layout, config=config) for x in inputs]
+    alone = [run_virtual(*x, layout=layout, config=config).detach().clone() for x in inputs]
+    grads = [torch.autograd.grad(out.sum(), x) for out, x in zip(outs, inputs, strict=True)]
+    for x, out, expected, grad in zip(inputs, outs, alone, grads, strict=True):
+        assert torch.equal(out, expected)
+        again = torch.autograd.grad(run_virtual(*x, layout=layout, config=config).sum(), x)
+        assert all(torch.equal(a, b) for a, b in zip(grad, again, strict=True))
+
+
 SPECIAL = {
     "diagonal only": ([0], []),
     "band": ([0, 1, 2], []),

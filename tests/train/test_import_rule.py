@@ -12,11 +12,11 @@ PACKAGE = ROOT / "megatron_mtraining"
 
 # The layers of docs/design.md, bottom to top. A module may import its own layer and those below.
 LAYERS = (
-    {"config", "bitmap", "layout", "documents", "schedule", "index", "block_lists", "budget", "index_dump"},
+    {"config", "bitmap", "layout", "documents", "schedule", "launches", "index", "block_lists", "budget", "index_dump"},
     {"ops"},
-    {"comm", "metrics"},
+    {"comm", "metrics", "buffers", "ring_profile"},
     {"policies", "estimate", "ring"},
-    {"ring_op", "attention", "testing", "recall"},
+    {"ring_op", "attention", "testing", "recall", "report"},
     {"integration", "launch", "startup_hook", "opt_in", "cli", "bridge"},
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}

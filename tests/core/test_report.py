@@ -1,0 +1,59 @@
+"""The page about a run, from real profiled passes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_mtraining import Layout, MTrainingConfig
+from megatron_mtraining.metrics import imbalance_degrees
+from megatron_mtraining.report import newest_passes, page, read_lines
+from megatron_mtraining.ring_profile import LaunchTimes, PassTimes, TransferTimes, profile_ring
+from megatron_mtraining.testing import run_virtual
+
+from .helpers import random_qkv
+
+
+def test_times_add_up() -> None:
+    launches = (LaunchTimes((0,), 0, 1, 5, 5, 5), LaunchTimes((1,), 5, 6, 10, 12, 13))
+    times = PassTimes(
+        "backward", 0, launches, (TransferTimes("inner", 0, 8, 0, 6), TransferTimes("inner", 1, 8, 4, 10))
+    )
+    assert (times.total_ms, times.compute_ms, times.exposed_ms) == (13, 9, 4)
+    assert times.transfer_ms == 10 and times.hidden == pytest.approx(0.6) and times.tail_ms == 2
+    assert times.comm_over_compute() == [1.5, 1.2]
+    assert PassTimes.from_json(json.loads(json.dumps(times.to_json()))) == times
+
+
+def test_imbalance_degrees_of_a_table() -> None:
+    degrees = imbalance_degrees(torch.tensor([[1.0, 3.0], [3.0, 3.0]]))
+    assert degrees == {"worker": 1.25, "critical": pytest.approx(1.2), "step": 1.0, "total": pytest.approx(1.2)}
+
+
+def test_page_of_a_run(tmp_path: Path) -> None:
+    q, k, v = random_qkv(512, dtype=torch.float32)
+    with profile_ring() as profile:
+        run_virtual(q, k, v, layout=Layout.striped(512, 4), config=MTrainingConfig(top_p=0.8)).sum().backward()
+    passes = profile.read()
+    assert sorted({p.phase for p in passes}) == ["backward", "forward"] and len(passes) == 8 and not profile.read()
+    (tmp_path / "ring.jsonl").write_text("".join(json.dumps(p.to_json()) + "\n" for p in passes))
+    line = {
+        "step": 1,
+        "loss": 2.0,
+        "imbalance_worker": 1.0,
+        "imbalance_step": 1.1,
+        "density_by_layer": {"1": 0.5, "10": 0.2},
+    }
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({**line, "step": step}) + "\n" for step in (1, 2)))
+    assert [p.cp_rank for p in newest_passes(read_lines(tmp_path / "ring.jsonl"))["forward"]] == [0, 1, 2, 3]
+    text = page(tmp_path)
+    assert text.count("data:image/png;base64,") == 3 + 2 * 2 and "http" not in text
+
+
+def test_a_run_without_files_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="neither metrics.jsonl nor ring.jsonl"):
+        page(tmp_path)
+    (tmp_path / "ring.jsonl").write_text("{\n")
+    with pytest.raises(ValueError, match=r"ring.jsonl:1"):
+        page(tmp_path)
