@@ -75,6 +75,8 @@ class _Started:
 
     def stop(self) -> None:
         """Ends the run with all its processes."""
+        if self.process.poll() is not None:
+            return
         os.killpg(self.process.pid, signal.SIGTERM)
         try:
             self.process.wait(5)
@@ -83,8 +85,13 @@ class _Started:
             self.process.wait()
 
 
-def run_all(runs: Sequence[Run], folder: Path, on_result: Callable[[dict[str, Any]], None]) -> None:
-    """Runs everything, in this order as far as the kinds allow; calls `on_result` with each run's outcome."""
+def run_all(
+    runs: Sequence[Run], folder: Path, on_result: Callable[[dict[str, Any]], None], at_once: bool = False
+) -> None:
+    """Runs everything, in this order as far as the kinds allow, or `at_once`; calls `on_result` with each outcome.
+
+    Runs that an exception cuts short are stopped and told as well, with status 124.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     waiting, running, done = list(runs), list[_Started](), set[str]()
     last_start = 0.0
@@ -97,7 +104,7 @@ def run_all(runs: Sequence[Run], folder: Path, on_result: Callable[[dict[str, An
                     done.add(started.run.name)
                     on_result(outcome(started.run, started.log, status, time.monotonic() - started.begin))
             run = next((run for run in waiting if run.after is None or run.after in done), None)
-            if run is not None and _may_start(run, running, time.monotonic() - last_start):
+            if run is not None and (at_once or _may_start(run, running, time.monotonic() - last_start)):
                 waiting.remove(run)
                 last_start = time.monotonic()
                 running.append(_Started(run, folder))
@@ -105,7 +112,10 @@ def run_all(runs: Sequence[Run], folder: Path, on_result: Callable[[dict[str, An
                 time.sleep(0.1)
     finally:
         for started in running:
+            os.killpg(started.process.pid, signal.SIGTERM)
+        for started in running:
             started.stop()
+            on_result(outcome(started.run, started.log, 124, time.monotonic() - started.begin))
 
 
 def _may_start(run: Run, running: Sequence[_Started], since_last: float) -> bool:
