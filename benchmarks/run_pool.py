@@ -57,6 +57,7 @@ class _Started:
         self.run = run
         self.log = folder / f"{run.name}.log"
         self.begin = time.monotonic()
+        self.asked = False
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 run.command,
@@ -73,11 +74,15 @@ class _Started:
             return 124
         return self.process.poll()
 
+    def ask_to_stop(self) -> None:
+        """One signal and no second, which would keep torchrun from stopping its workers."""
+        if not self.asked and self.process.poll() is None:
+            self.asked = True
+            os.killpg(self.process.pid, signal.SIGTERM)
+
     def stop(self) -> None:
         """Ends the run with all its processes."""
-        if self.process.poll() is not None:
-            return
-        os.killpg(self.process.pid, signal.SIGTERM)
+        self.ask_to_stop()
         try:
             self.process.wait(5)
         except subprocess.TimeoutExpired:
@@ -112,7 +117,7 @@ def run_all(
                 time.sleep(0.1)
     finally:
         for started in running:
-            os.killpg(started.process.pid, signal.SIGTERM)
+            started.ask_to_stop()
         for started in running:
             started.stop()
             on_result(outcome(started.run, started.log, 124, time.monotonic() - started.begin))
