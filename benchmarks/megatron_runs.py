@@ -200,6 +200,9 @@ def main() -> None:
     parser.add_argument("--groups", default=",".join(GROUPS), help=f"of {', '.join(GROUPS)}")
     parser.add_argument("--only", default="", help="names of runs, separated by commas (default: all)")
     parser.add_argument("--speed-length", type=int, default=131072, help="tokens of the sequence of the group speed")
+    parser.add_argument(
+        "--at-once", action="store_true", help="start all runs together (their times mean nothing then)"
+    )
     parser.add_argument("--extra", default="", help="more options of Megatron for every run")
     given = parser.parse_args()
     options = Options(given.megatron, given.older, given.data, given.out.resolve(), given.speed_length, given.extra)
@@ -217,7 +220,7 @@ def main() -> None:
         )
 
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the runs are stopped, too
-    run_all(runs, given.out / "logs", note)
+    run_all(runs, given.out / "logs", note, given.at_once)
 
 
 if __name__ == "__main__":

@@ -57,6 +57,7 @@ class _Started:
         self.run = run
         self.log = folder / f"{run.name}.log"
         self.begin = time.monotonic()
+        self.asked = False
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 run.command,
@@ -73,9 +74,15 @@ class _Started:
             return 124
         return self.process.poll()
 
+    def ask_to_stop(self) -> None:
+        """One signal and no second, which would keep torchrun from stopping its workers."""
+        if not self.asked and self.process.poll() is None:
+            self.asked = True
+            os.killpg(self.process.pid, signal.SIGTERM)
+
     def stop(self) -> None:
         """Ends the run with all its processes."""
-        os.killpg(self.process.pid, signal.SIGTERM)
+        self.ask_to_stop()
         try:
             self.process.wait(5)
         except subprocess.TimeoutExpired:
@@ -83,8 +90,13 @@ class _Started:
             self.process.wait()
 
 
-def run_all(runs: Sequence[Run], folder: Path, on_result: Callable[[dict[str, Any]], None]) -> None:
-    """Runs everything, in this order as far as the kinds allow; calls `on_result` with each run's outcome."""
+def run_all(
+    runs: Sequence[Run], folder: Path, on_result: Callable[[dict[str, Any]], None], at_once: bool = False
+) -> None:
+    """Runs everything, in this order as far as the kinds allow, or `at_once`; calls `on_result` with each outcome.
+
+    Runs that an exception cuts short are stopped and told as well, with status 124.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     waiting, running, done = list(runs), list[_Started](), set[str]()
     last_start = 0.0
@@ -97,7 +109,7 @@ def run_all(runs: Sequence[Run], folder: Path, on_result: Callable[[dict[str, An
                     done.add(started.run.name)
                     on_result(outcome(started.run, started.log, status, time.monotonic() - started.begin))
             run = next((run for run in waiting if run.after is None or run.after in done), None)
-            if run is not None and _may_start(run, running, time.monotonic() - last_start):
+            if run is not None and (at_once or _may_start(run, running, time.monotonic() - last_start)):
                 waiting.remove(run)
                 last_start = time.monotonic()
                 running.append(_Started(run, folder))
@@ -105,7 +117,10 @@ def run_all(runs: Sequence[Run], folder: Path, on_result: Callable[[dict[str, An
                 time.sleep(0.1)
     finally:
         for started in running:
+            started.ask_to_stop()
+        for started in running:
             started.stop()
+            on_result(outcome(started.run, started.log, 124, time.monotonic() - started.begin))
 
 
 def _may_start(run: Run, running: Sequence[_Started], since_last: float) -> bool:
