@@ -43,7 +43,7 @@ def _by_variant(runs: list[Run]) -> dict[str, list[Run]]:
 
 
 def draw_training(runs: list[Run], path: Path) -> None:
-    """Training loss, paired difference to dense, and held-out loss by position; means over the seeds."""
+    """Training loss of the first seed; difference to dense and held-out loss by position, means over the paired seeds."""
     figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(16, 4.4), layout="constrained")
     by = _by_variant(runs)
     dense = {run.seed: np.array([s["loss"] for s in run.steps]) for run in by["dense"]}
@@ -51,7 +51,7 @@ def draw_training(runs: list[Run], path: Path) -> None:
         paired = [run for run in found if run.seed in dense]
         losses = np.array([[s["loss"] for s in run.steps] for run in paired])
         color = COLORS.get(name)
-        left.plot(losses.mean(0), color=color, label=f"{name} (seeds: {len(paired)})")
+        left.plot([step["loss"] for step in paired[0].steps], color=color, label=f"{name} (seeds: {len(paired)})")
         if name != "dense":
             middle.plot((losses - [dense[run.seed] for run in paired]).mean(0), color=color, label=name)
         position = np.mean([run.valid[run.own]["by_position"] for run in paired], 0)
@@ -63,7 +63,11 @@ def draw_training(runs: list[Run], path: Path) -> None:
                 color=color,
                 label=name,
             )
-    left.set(title="training loss", xlabel="step of 32K tokens", ylabel="nats")
+    left.set(
+        title=f"training loss, seed {runs[0].seed} (right: means of the seeds)",
+        xlabel="step of 32K tokens",
+        ylabel="nats",
+    )
     middle.set(title="training loss less dense's on the same batch", xlabel="step", ylabel="nats")
     right.set(title="held-out loss less dense's by position", xlabel="position (K tokens)", ylabel="nats")
     for axes in (left, middle, right):
