@@ -25,11 +25,10 @@ void set_queries(const Arguments& a, const Tensor& q, const Tensor& slash_words,
     mask->doc_start = a.contiguous<int32_t>(doc_start, "doc_start", ScalarType::Int, {kAny});
     const int64_t words = (doc_start.numel() + 63) / 64;
     mask->row_lists = slash_words.dim() == 4;
-    mask->slash_words =
-        mask->row_lists ? a.contiguous<int64_t>(slash_words, "slash_words", ScalarType::Long,
-                                                {q.size(0), q.size(2), q.size(1) / kBlock, words})
-                        : a.contiguous<int64_t>(slash_words, "slash_words", ScalarType::Long,
-                                                {q.size(0), q.size(2), words});
+    mask->slash_words = mask->row_lists ? a.contiguous<int64_t>(slash_words, "slash_words", ScalarType::Long,
+                                                                {q.size(0), q.size(2), q.size(1) / kBlock, words})
+                                        : a.contiguous<int64_t>(slash_words, "slash_words", ScalarType::Long,
+                                                                {q.size(0), q.size(2), words});
     mask->q_blocks = a.contiguous<int32_t>(q_blocks, "q_blocks", ScalarType::Int, {q.size(1) / kBlock});
     shape->kv_heads = shape->heads;
 }
