@@ -32,7 +32,7 @@ run_tests() {
 
 # The small suite under the checkers of the CUDA toolkit, side by side, every allocation a real one. Memory accesses and
 # races are looked for in our kernels alone; uninitialised memory needs to know what all kernels write. racecheck judges
-# the general and the index kernels: it does not follow mbarriers, by which the warps of the Hopper kernels hand over.
+# the general and the index kernels: what it reports of the Hopper kernels is not explained yet (docs/kernels.md).
 sanitize() {
     failed=""
     option=$(compute-sanitizer --help | grep -oE -- '--kernel-(regex|name)' | sort -r | head -n 1)
