@@ -56,6 +56,9 @@ class MTrainingConfig:
     moba_block_size: int = _option(512, "policy moba: tokens of a gated key block: a multiple of 64")
     moba_top_k: int = _option(12, "policy moba: gated key blocks per row, its own among them")
     stripe_size: int = _option(BLOCK, "tokens of a stripe of the striped layout: a multiple of 64")
+    stripe_rotation: int = _option(
+        1, "striped layout: ranks among which each round of stripes is dealt one further on; the size of an inner ring"
+    )
     layout: str = _option("striped", "how the sequence is dealt to the context-parallel ranks", LAYOUTS)
     ring: str = _option("auto", "ring schedule; auto: hierarchical where inner and outer groups are there", RINGS)
     kernel: str = _option("auto", "implementation; auto: CUDA kernels on GPUs, torch reference on CPUs", KERNELS)
@@ -81,6 +84,7 @@ class MTrainingConfig:
         self._check_int("sink_tokens", low=0)
         self._check_policies()
         self._check_int("stripe_size", low=BLOCK, multiple=BLOCK)
+        self._check_int("stripe_rotation", low=1)
         self._check_int("chunks_per_launch", low=1, optional=True)
         self._check_int("max_compact_columns", low=BLOCK, multiple=BLOCK)
         for item in fields(self):

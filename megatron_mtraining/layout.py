@@ -45,16 +45,24 @@ class Layout:
         object.__setattr__(self, "_table_hash", hash(tuple(self.block_position.flatten().tolist())))
 
     @classmethod
-    def striped(cls, seq_len: int, cp_size: int, stripe_size: int = BLOCK) -> Layout:
+    def striped(cls, seq_len: int, cp_size: int, stripe_size: int = BLOCK, rotation: int = 1) -> Layout:
         """Stripe ``t`` of ``stripe_size`` tokens belongs to rank ``t % cp_size``.
 
+        With ``rotation`` the stripes of each round (``cp_size`` of them) are dealt one rank further on than those of the
+        round before, within every ``rotation`` adjacent ranks. In a hierarchical ring with inner rings of that size all
+        ranks of a node then meet the same distances in a step, which they do not otherwise: those that reach around their
+        node meet another residue class (docs/simulator.md, "Rotated stripes").
+
         Raises:
-            ValueError: if ``stripe_size`` is no multiple of 64, or ``seq_len`` (with more than one rank) is no multiple of
-                ``stripe_size * cp_size``.
+            ValueError: if ``stripe_size`` is no multiple of 64, ``rotation`` does not divide ``cp_size``, or ``seq_len``
+                (with more than one rank) is no multiple of ``stripe_size * cp_size``.
         """
         if stripe_size < BLOCK or stripe_size % BLOCK:
             raise ValueError(f"stripe_size={stripe_size}: must be a multiple of {BLOCK}")
-        return cls._make("striped", seq_len, cp_size, stripe_size, stripe_size)
+        if cp_size > 1 and (rotation < 1 or cp_size % rotation):
+            raise ValueError(f"stripe_rotation={rotation}: must divide cp_size={cp_size}")
+        plain = cls._make("striped", seq_len, cp_size, stripe_size, stripe_size)
+        return plain if cp_size == 1 or rotation == 1 else plain._rotated(rotation)
 
     @classmethod
     def zigzag(cls, seq_len: int, cp_size: int) -> Layout:
@@ -81,7 +89,7 @@ class Layout:
         its tables stay on the device.
         """
         if config.layout == "striped":
-            return cls.striped(seq_len, cp_size, config.stripe_size)
+            return cls.striped(seq_len, cp_size, config.stripe_size, config.stripe_rotation)
         made: Layout = getattr(cls, config.layout)(seq_len, cp_size)
         return made
 
@@ -103,6 +111,15 @@ class Layout:
         else:
             table = blocks.view(cp_size, -1)
         return cls(kind, seq_len, cp_size, stripe_size, table.contiguous())
+
+    def _rotated(self, rotation: int) -> Layout:
+        """The striped layout with round ``m`` dealt ``m`` ranks further on within each ``rotation`` ranks."""
+        rounds = self.block_position.view(self.cp_size, -1, self.stripe_size // BLOCK)
+        rank = torch.arange(self.cp_size)[:, None]
+        number = torch.arange(rounds.shape[1])[None, :]
+        giver = rank // rotation * rotation + (rank - number) % rotation
+        table = rounds[giver, number].flatten(1)
+        return Layout(self.kind, self.seq_len, self.cp_size, self.stripe_size, table.contiguous())
 
     @property
     def num_blocks(self) -> int:

@@ -17,12 +17,14 @@ HIERARCHIES = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 1), (8, 2), (
 
 
 def make_layout(kind: str, seq_len: int, cp_size: int) -> Layout:
+    if kind == "rotated":
+        return Layout.striped(seq_len, cp_size, rotation=min(cp_size, 4))
     if kind.startswith("striped"):
         return Layout.striped(seq_len, cp_size, int(kind[7:]))
     return getattr(Layout, kind)(seq_len, cp_size)
 
 
-LAYOUTS = ["striped64", "striped128", "zigzag", "contiguous"]
+LAYOUTS = ["rotated", "striped64", "striped128", "zigzag", "contiguous"]
 
 
 def run_and_compare(q, k, v, layout, config=DENSE, inner_size=None, index=None, documents=None, bound=1e-10):

@@ -15,8 +15,8 @@ LAYERS = (
     {"config", "bitmap", "layout", "documents", "schedule", "launches", "index", "block_lists", "budget", "index_dump"},
     {"ops"},
     {"comm", "metrics", "buffers", "ring_profile"},
-    {"policies", "estimate", "ring"},
-    {"ring_op", "attention", "testing", "recall", "report"},
+    {"policies", "estimate", "ring", "simulator"},
+    {"ring_op", "attention", "testing", "recall", "report", "simulate"},
     {"integration", "launch", "startup_hook", "opt_in", "cli", "bridge"},
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}

@@ -1,0 +1,168 @@
+"""The simulator: its counts and plans are the product's, the paper's breakdown, the balance of issue-sized rings."""
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_mtraining import Layout, simulate
+from megatron_mtraining.launches import backward_plan, forward_plan
+from megatron_mtraining.metrics import pair_counts
+from megatron_mtraining.simulator import (
+    H200_LINKS,
+    H200_RATES,
+    PAPER,
+    Choice,
+    Cluster,
+    Pattern,
+    Predictor,
+    RankWork,
+    Shape,
+    StepTimes,
+    fit_rates,
+    head_parallel_imbalance,
+    make_profile,
+)
+from megatron_mtraining.simulator.memory import MODELS, Parallel, memory_plan, smallest_cp
+from megatron_mtraining.simulator.timeline import Ring, chunk_table
+from megatron_mtraining.simulator.work import to_index
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout.striped(8192, 8),
+        Layout.striped(8192, 4, 128),
+        Layout.striped(8192, 8, 64, 4),
+        Layout.striped(12288, 12, 64, 6),
+        Layout.zigzag(8192, 8),
+        Layout.contiguous(8192, 4),
+    ],
+    ids=["striped", "wide", "rotated", "rotated 12", "zigzag", "contiguous"],
+)
+def test_work_is_what_the_product_counts(layout: Layout) -> None:
+    profile = make_profile(Pattern(0.1, 0.005), layout.seq_len, 3)
+    index = to_index(profile)
+    blocks, columns = pair_counts(index, layout)
+    work = RankWork.of(profile, layout)
+    assert (blocks.numpy() * 4096 == work.slash).all() and (columns.sum(1).numpy() * 64 == work.columns).all()
+    assert float(index.density()) == pytest.approx(profile.density())
+    assert (index.pairs()[0].numpy() == profile.head_pairs()).all()
+
+
+@pytest.mark.parametrize(("size", "inner"), [(8, 8), (8, 4), (12, 3), (6, 1)])
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_every_rank_runs_the_plan_of_rank_0_turned(size: int, inner: int, chunks: int) -> None:
+    ring = Ring(size, inner, inner)
+    for backward, make in ((False, forward_plan), (True, backward_plan)):
+        plan = ring.plan(backward, chunks)
+        table = chunk_table(ring, plan)
+        for rank in range(size):
+            own = make(rank, inner, size // inner, chunks)
+            assert [c for launch in own.launches for c in launch.chunks] == table[rank].tolist()
+            for launch, first in zip(own.launches, plan.launches, strict=True):
+                for moves, moves_of_first in ((launch.keys, first.keys), (launch.grads, first.grads)):
+                    found = [ring.turned(move.transfer.send_to)[rank] for move in moves_of_first]
+                    assert [move.transfer.send_to for move in moves] == found
+
+
+def test_the_papers_breakdown() -> None:
+    assert PAPER.forward_seconds(32, 8, "flat") * 1e3 == pytest.approx(34.10, abs=0.005)
+    assert PAPER.forward_seconds(32, 8, "hierarchical") * 1e3 == pytest.approx(19.53, abs=0.005)
+
+
+def test_against_shaped_links() -> None:
+    """Real rings over gloo between network namespaces: within 5%."""
+    measured = json.loads((RESULTS / "links-2026-11-30-netns.json").read_text())
+    links = measured["links"]
+    times = StepTimes(links["compute_ms"] / 1e3, links["intra_ms"] / 1e3, links["inter_ms"] / 1e3)
+    for ring in ("flat", "hierarchical"):
+        assert times.forward_seconds(4, 2, ring) * 1e3 == pytest.approx(measured[ring]["ms"], rel=0.05)
+
+
+def predictor(seq_len: int = 524288, outer: int = 4) -> Predictor:
+    cluster = Cluster(8 * outer, 8, H200_LINKS, H200_RATES)
+    return Predictor(Shape(seq_len), make_profile(Pattern(), seq_len, 16), cluster)
+
+
+def test_balance_at_512k_on_32_ranks() -> None:
+    found = predictor()
+    plain, rotated = (found.predict(Choice(stripe_rotation=rotation)).balance for rotation in (1, 8))
+    zigzag = found.predict(Choice("zigzag", "flat")).balance
+    assert plain.worker <= 1.06 and plain.critical <= 1.06 and plain.step <= 1.10
+    assert rotated.worker <= 1.03 and rotated.critical <= 1.03 and rotated.step <= 1.10
+    assert zigzag.worker > 1.2 and zigzag.step > 8
+
+
+def test_recommends_a_hierarchical_striped_ring_in_few_launches() -> None:
+    best = predictor().recommend()[0]
+    assert (best.choice.layout, best.choice.ring) == ("striped", "hierarchical") and best.choice.chunks_per_launch > 1
+    assert best.forward.compute_share > 0.9 and best.backward.compute_share > 0.9
+    assert best.total_imbalance < 1.01
+
+
+def test_a_thousand_ranks_in_seconds() -> None:
+    began = time.process_time()
+    found = predictor(1 << 22, 128).predict(Choice(stripe_rotation=8, chunks_per_launch=8))
+    assert found.forward.end.shape == (1024,) and time.process_time() - began < 20
+
+
+def test_a_slow_rank_is_waited_for() -> None:
+    """One rank with twice the work holds up all others in the ring, which then count waiting, not work."""
+    found = predictor(65536)
+    ring = Ring(32, 8, 8)
+    plan = ring.plan(False, 1)
+    from megatron_mtraining.simulator.timeline import simulate as run
+
+    work = np.full((32, len(plan.launches)), 1e-3)
+    work[3] *= 2
+    line = run(ring, plan, work, found.cluster.links, 1e6, 2e6)
+    assert line.seconds == pytest.approx(2e-3 * 32, rel=0.01)
+    assert line.exposed[3].sum() < 1e-3 < line.exposed[4].sum()
+
+
+def test_rates_are_those_of_the_result_file() -> None:
+    rows = json.loads((RESULTS / "ops-2026-11-30-nvidia-h200.json").read_text())["rows"]
+    for passed in ("forward", "backward"):
+        rate, launch = fit_rates(rows, "mtraining-sm90", passed)
+        assert getattr(H200_RATES, passed) == pytest.approx(rate, rel=0.01)
+        assert getattr(H200_RATES, passed + "_launch") == pytest.approx(launch, rel=0.02)
+    with pytest.raises(ValueError, match="0 rows, at least 2"):
+        fit_rates(rows, "mtraining-sm70", "forward")
+
+
+def test_head_parallel_imbalance() -> None:
+    assert head_parallel_imbalance(np.array([1, 1, 1, 1]), 2) == 1
+    assert head_parallel_imbalance(np.array([[3, 1], [1, 3]]), 2) == 1.5, "layers wait for each other"
+    with pytest.raises(ValueError, match="ranks=3: must divide the 4 heads"):
+        head_parallel_imbalance(np.ones(4), 3)
+
+
+def test_memory_plans() -> None:
+    model = MODELS["qwen2.5-3b"]
+    assert model.parameters == pytest.approx(3.09e9, rel=0.02)
+    assert MODELS["llama-3.1-8b"].parameters == pytest.approx(8.03e9, rel=0.02)
+    few, many = (memory_plan(model, 524288, Parallel(1, cp)) for cp in (8, 32))
+    assert few["total"] > many["total"] and few["weights"] == many["weights"]
+    needed = [smallest_cp(model, n, 131.0) or 0 for n in (131072, 524288)]
+    assert 1 <= needed[0] <= needed[1]
+    with pytest.raises(ValueError, match="tp=4: must divide the 2 key heads"):
+        memory_plan(model, 131072, Parallel(4, 8))
+
+
+def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    simulate.main(["--seq-len", "65536", "--inner", "4", "--outer", "2", "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["cp_size"] == 8 and result["choices"][0]["ms"] <= result["choices"][-1]["ms"]
+    simulate.main(["--preset", "paper"])
+    assert "34.10" in capsys.readouterr().out
+    simulate.main(["--model", "llama-3.1-8b"])
+    assert "1048576 tokens" in capsys.readouterr().out
+    simulate.main(["--seq-len", "65536", "--inner", "4", "--outer", "2", "--layout", "zigzag", "--ring", "flat"])
+    assert "--mtraining-layout zigzag" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="simulate: seq_len=100000: the striped layout"):
+        simulate.main(["--seq-len", "100000", "--layout", "striped"])
