@@ -19,6 +19,7 @@ PAIRS = (
     ("dense_cp2", "dense"),
     ("p1", "dense"),
     ("p1_cp2", "p1"),
+    ("p1_cp2", "dense"),
     ("p1_cp2", "dense_cp2"),
     ("p1_tp2", "dense_tp2"),
     ("p95_cp2", "p95"),
@@ -33,11 +34,11 @@ def read(path: Path) -> dict[str, dict[str, Any]]:
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float] | None:
     """How far two loss curves are apart: the largest and the mean absolute difference; None without both curves."""
-    pairs = list(zip(one["loss"], other["loss"], strict=False))
-    if not pairs or len(one["loss"]) != len(other["loss"]):
+    pairs = list(zip(one["loss"], other["loss"], strict=False))  # over the steps that both have
+    if not pairs:
         return None
     gaps = [abs(a - b) for a, b in pairs]
-    return {"largest": max(gaps), "mean": statistics.fmean(gaps)}
+    return {"steps": len(gaps), "largest": max(gaps), "mean": statistics.fmean(gaps)}
 
 
 def step_ms(run: dict[str, Any]) -> float | None:
@@ -66,14 +67,20 @@ def report(runs: dict[str, dict[str, Any]]) -> str:
     for one, other in PAIRS:
         gap = difference(runs[one], runs[other]) if one in runs and other in runs else None
         if gap:
-            gaps.append([f"`{one}` - `{other}`", f"{gap['largest']:.2e}", f"{gap['mean']:.2e}"])
+            gaps.append([f"`{one}` - `{other}`", f"{gap['steps']:.0f}", f"{gap['largest']:.2e}", f"{gap['mean']:.2e}"])
     rows = [
-        [f"`{name}`", ended(runs[name]), _number(runs[name]["loss"], 0), _number(runs[name]["loss"], -1)]
+        [
+            f"`{name}`",
+            ended(runs[name]),
+            _steps(runs[name]),
+            _number(runs[name]["loss"], 0),
+            _number(runs[name]["loss"], -1),
+        ]
         for name in CURVES
         if name in runs
     ]
-    parts += ["## Loss curves", table(("run", "", "loss of the first step", "of the last"), rows)]
-    parts += ["Difference of two curves over all steps:", table(("curves", "largest", "mean"), gaps)]
+    parts += ["## Loss curves", table(("run", "", "steps", "loss of the first", "of the last"), rows)]
+    parts += ["Difference of two curves:", table(("curves", "steps", "largest", "mean"), gaps)]
     timed = [
         [
             f"`{name}`",

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_mtraining import Layout, MTrainingConfig, VerticalSlashIndex
 from megatron_mtraining.comm import drive
 from megatron_mtraining.documents import Documents
-from megatron_mtraining.estimate import estimate_steps
+from megatron_mtraining.estimate import Estimation, estimate_steps
 from megatron_mtraining.index import document_table
 from megatron_mtraining.ops import operators
 
@@ -116,8 +116,8 @@ def share_pairs(index: VerticalSlashIndex, layout: Layout, rank: int) -> float:
 def estimate(q: Tensor, k: Tensor, kernel: str) -> VerticalSlashIndex:
     """The index estimation of one rank that holds the whole sequence."""
     seq_len = q.shape[1]
-    steps = estimate_steps(
-        q, k, config=MTrainingConfig(kernel=kernel), layout=Layout.striped(seq_len, 1),
+    estimation = Estimation(
+        q=q, k=k, config=MTrainingConfig(kernel=kernel), layout=Layout.striped(seq_len, 1),
         documents=Documents.single(seq_len), cp_rank=0, scale=q.shape[-1] ** -0.5, ops=operators(kernel, q),
     )  # fmt: skip
-    return drive(steps, None)
+    return drive(estimate_steps(estimation), None)

@@ -14,8 +14,8 @@ from .block_lists import Index, index_of_words, local_index
 from .comm import RingGroups
 from .config import BLOCK, MTrainingConfig
 from .documents import Documents
-from .estimate import column_capacity
 from .layout import Layout
+from .policies.lines import column_capacity
 from .ring_op import Context, estimate, number_of, release, ring_attention
 
 SINGLE = RingGroups()

@@ -20,7 +20,7 @@ from .buffers import pool
 from .comm import GroupExchange, RingGroups, drive
 from .config import ROW_LIST_POLICIES, MTrainingConfig
 from .documents import Documents
-from .estimate import estimate_steps
+from .estimate import Estimation, estimate_steps
 from .index import VerticalSlashIndex
 from .layout import Layout
 from .metrics import timed
@@ -124,11 +124,11 @@ def estimate(q: Tensor, k: Tensor, context: int) -> tuple[Tensor, Tensor]:
         index = VerticalSlashIndex.dense(q.shape[0], q.shape[2], c.documents, q.device)
         return index.slash_words, index.column_words
     with exactly(q), timed("index", q.device):
-        steps = estimate_steps(
-            aligned(q), aligned(k), config=c.config, layout=c.layout, documents=c.documents, cp_rank=c.groups.cp_rank,
+        estimation = Estimation(
+            q=aligned(q), k=aligned(k), config=c.config, layout=c.layout, documents=c.documents, cp_rank=c.groups.cp_rank,
             scale=c.scale, ops=operators(c.config.kernel, q),
         )  # fmt: skip
-        found = drive(steps, c.groups.cp)
+        found = drive(estimate_steps(estimation), c.groups.cp)
     return found.slash_words, found.column_words
 
 

@@ -13,7 +13,7 @@ from .block_lists import BlockListIndex, Index, local_index
 from .comm import Collective, Result, VirtualExchange, combine
 from .config import MTrainingConfig
 from .documents import Documents
-from .estimate import estimate_steps
+from .estimate import Estimation, estimate_steps
 from .index import VerticalSlashIndex
 from .layout import Layout
 from .ops import operators
@@ -114,14 +114,16 @@ def estimate_virtual(
     with torch.no_grad():
         steps = [
             estimate_steps(
-                pad_to_blocks(layout.shard(q, rank)),
-                pad_to_blocks(layout.shard(k, rank)),
-                config=config,
-                layout=layout,
-                documents=documents,
-                cp_rank=rank,
-                scale=scale,
-                ops=operators(config.kernel, q),
+                Estimation(
+                    q=pad_to_blocks(layout.shard(q, rank)),
+                    k=pad_to_blocks(layout.shard(k, rank)),
+                    config=config,
+                    layout=layout,
+                    documents=documents,
+                    cp_rank=rank,
+                    scale=scale,
+                    ops=operators(config.kernel, q),
+                )
             )
             for rank in range(layout.cp_size)
         ]

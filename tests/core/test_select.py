@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from megatron_mtraining.bitmap import unpack_bits
 from megatron_mtraining.budget import Selection
 from megatron_mtraining.comm import drive
-from megatron_mtraining.estimate import select_lines
 from megatron_mtraining.ops import Operators, reference
+from megatron_mtraining.policies.select import select_lines
 from megatron_mtraining.testing import lockstep
 
 OPS = Operators(reference, 0)

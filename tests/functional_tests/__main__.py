@@ -43,15 +43,25 @@ def command(case: Case, script: Path, output: Path, plain: bool) -> list[str]:
     return [*start, *launcher, str(script), *case.arguments(paths), *exit_interval]
 
 
+def find_script(megatron: Path) -> Path:
+    """The training script of a checkout.
+
+    Raises:
+        SystemExit: with one line, if it is not there.
+    """
+    script = (megatron / SCRIPT).resolve()
+    if not script.is_file():
+        raise SystemExit(f"--megatron {megatron}: no {SCRIPT} there; give the folder of a Megatron-LM checkout")
+    return script
+
+
 def train(case: Case, megatron: Path, output: Path, extra: Sequence[str]) -> None:
     """Trains; the output goes to ``log.txt``.
 
     Raises:
         SystemExit: with one line, if the script is not there or training fails.
     """
-    script = (megatron / SCRIPT).resolve()
-    if not script.is_file():
-        raise SystemExit(f"--megatron {megatron}: no {SCRIPT} there; give the folder of a Megatron-LM checkout")
+    script = find_script(megatron)
     shutil.rmtree(output, ignore_errors=True)  # an earlier run's TensorBoard files would be read instead of this one's
     output.mkdir(parents=True)
     path = os.pathsep.join([str(script.parent), str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
@@ -85,6 +95,13 @@ def run(case: Case, options: argparse.Namespace) -> bool:
     return report(case, output / "tensorboard")
 
 
+def require_golden_values(cases: Sequence[Case]) -> None:
+    """Ends the program, before anything is trained, if a case has no golden values."""
+    missing = [case.name for case in cases if not case.golden_values.exists()]
+    if missing:
+        raise SystemExit(f"no golden values of {', '.join(missing)}: record them with run --record")
+
+
 def parse(argv: Sequence[str] | None, cases: dict[str, Case]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.functional_tests", description=__doc__.split("\n")[0])
@@ -105,12 +122,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command.
 
     Raises:
-        SystemExit: with status 1 if a case fails.
+        SystemExit: with status 1 if a case fails, or with one line if there is nothing to compare it with.
     """
     cases = load_cases()
     options = parse(argv, cases)
     if options.command == "compare":
+        require_golden_values([cases[options.case]])
         raise SystemExit(0 if report(cases[options.case], options.tensorboard) else 1)
+    find_script(options.megatron)
+    if not options.record:
+        require_golden_values([cases[name] for name in options.cases])
     if options.output is None:
         options.output = Path(tempfile.mkdtemp(prefix="mtraining-functional-"))
         print(f"runs are in {options.output}")

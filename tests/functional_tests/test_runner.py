@@ -46,6 +46,14 @@ def test_golden_values_are_complete_where_they_are_recorded():
         assert sorted(values["lm loss"]) == list(range(1, case.steps + 1))
 
 
+@pytest.mark.parametrize("command", [["compare", "NAME", "--tensorboard", "."], ["run", "NAME", "--megatron", "HERE"]])
+def test_a_case_without_golden_values_ends_before_any_work(command, monkeypatch, tmp_path):
+    (tmp_path / runner.SCRIPT).touch()
+    monkeypatch.setattr(runner.Case, "golden_values", HERE / "no such file")
+    with pytest.raises(SystemExit, match=f"no golden values of {sorted(CASES)[0]}: record them with run --record"):
+        runner.main([word.replace("NAME", sorted(CASES)[0]).replace("HERE", str(tmp_path)) for word in command])
+
+
 def test_equal_values_pass():
     values = {"lm loss": LOSS, "num-zeros": ZEROS}
     assert golden.compare(values, values, BOTH, approximate=False) == []

@@ -5,7 +5,7 @@ import torch
 
 from megatron_mtraining import Documents, Layout, MTrainingConfig, mtraining_attention
 from megatron_mtraining.comm import VirtualExchange
-from megatron_mtraining.estimate import estimate_steps
+from megatron_mtraining.estimate import Estimation, estimate_steps
 from megatron_mtraining.index import document_table
 from megatron_mtraining.ops import native, operators
 from megatron_mtraining.ring import RingCall
@@ -35,11 +35,13 @@ class Ranks:
         index = lockstep(
             [
                 estimate_steps(
-                    self.parts[0][rank].detach(),
-                    self.parts[1][rank].detach(),
-                    documents=documents,
-                    cp_rank=rank,
-                    **common,
+                    Estimation(
+                        q=self.parts[0][rank].detach(),
+                        k=self.parts[1][rank].detach(),
+                        documents=documents,
+                        cp_rank=rank,
+                        **common,
+                    )
                 )
                 for rank in range(size)
             ]

@@ -41,6 +41,11 @@ def wait_until(condition: Callable[[], bool], seconds: float = DEADLINE_S) -> bo
     return True
 
 
+def hear_hangups() -> None:
+    """In a child: the default answer to a hang-up, which a suite started by nohup has switched off."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def is_free(lock: Path) -> bool:
     with lock.open() as file:
         try:
@@ -64,7 +69,13 @@ LINUX_ONLY = pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
 )
 def test_training_ends_with_the_job(number: signal.Signals, status: int, tmp_path: Path) -> None:
     log, lock = tmp_path / "runs" / "mtraining" / "log.txt", tmp_path / "child.lock"
-    job = subprocess.Popen([sys.executable, "-c", JOB], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    job = subprocess.Popen(
+        [sys.executable, "-c", JOB],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        preexec_fn=hear_hangups,
+    )
     try:
         assert wait_until(lambda: log.exists() and "ready" in log.read_text())
         assert not is_free(lock)
@@ -89,7 +100,7 @@ def test_a_second_signal_does_not_cut_the_stopping_short(tmp_path: Path) -> None
         "logged_run.stop_on_signals()\n"
         f"logged_run.run_logged([sys.executable, '-c', {child!r}], {{}}, pathlib.Path('log.txt'), lambda: None)"
     )
-    process = subprocess.Popen([sys.executable, "-c", job], cwd=tmp_path)
+    process = subprocess.Popen([sys.executable, "-c", job], cwd=tmp_path, preexec_fn=hear_hangups)
     try:
         assert wait_until(lambda: (tmp_path / "log.txt").exists() and "ready" in (tmp_path / "log.txt").read_text())
         for number in (signal.SIGTERM, signal.SIGHUP):
