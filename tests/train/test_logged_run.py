@@ -41,9 +41,10 @@ def wait_until(condition: Callable[[], bool], seconds: float = DEADLINE_S) -> bo
     return True
 
 
-def hear_hangups() -> None:
-    """In a child: the default answer to a hang-up, which a suite started by nohup has switched off."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def hear_signals() -> None:
+    """In a child: the default answer to signals that a suite started by nohup or in a shell's background has switched off."""
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def is_free(lock: Path) -> bool:
@@ -74,7 +75,7 @@ def test_training_ends_with_the_job(number: signal.Signals, status: int, tmp_pat
         cwd=tmp_path,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        preexec_fn=hear_hangups,
+        preexec_fn=hear_signals,
     )
     try:
         assert wait_until(lambda: log.exists() and "ready" in log.read_text())
@@ -100,7 +101,7 @@ def test_a_second_signal_does_not_cut_the_stopping_short(tmp_path: Path) -> None
         "logged_run.stop_on_signals()\n"
         f"logged_run.run_logged([sys.executable, '-c', {child!r}], {{}}, pathlib.Path('log.txt'), lambda: None)"
     )
-    process = subprocess.Popen([sys.executable, "-c", job], cwd=tmp_path, preexec_fn=hear_hangups)
+    process = subprocess.Popen([sys.executable, "-c", job], cwd=tmp_path, preexec_fn=hear_signals)
     try:
         assert wait_until(lambda: (tmp_path / "log.txt").exists() and "ready" in (tmp_path / "log.txt").read_text())
         for number in (signal.SIGTERM, signal.SIGHUP):
