@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
@@ -14,7 +13,7 @@ from megatron_mtraining.integration import training_log
 from megatron_mtraining.integration.errors import RefusedError
 from megatron_mtraining.integration.training_log import TrainingLog
 from megatron_mtraining.integration.training_metrics import SCALARS, TrainingMetrics
-from megatron_mtraining.metrics import Recorder, imbalance_step, imbalance_worker, work_table
+from megatron_mtraining.metrics import Recorder
 from megatron_mtraining.report import newest_passes, page, read_lines
 from megatron_mtraining.ring_profile import PassTimes
 
