@@ -1,8 +1,8 @@
 """One HTML page about a training run: ``python -m megatron_mtraining.report RUN_DIR [--output FILE]``.
 
 Reads ``metrics.jsonl`` (a line per logging interval: loss, density by layer, imbalance) and, where there is one,
-``ring.jsonl`` (a line per profiled pass and rank: ``PassTimes.to_json``; ``--mtraining-profile-steps`` writes it). Writes ``RUN_DIR/report.html``, with all plots in
-the file itself. Needs matplotlib.
+``ring.jsonl`` (a line per profiled pass and rank: ``PassTimes.to_json``; ``--mtraining-profile-steps`` writes it).
+Writes ``RUN_DIR/report.html``, with all plots in the file itself. Needs matplotlib.
 """
 
 from __future__ import annotations
