@@ -16,7 +16,18 @@ copyright = author
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
 root_doc = "docs/index"
 include_patterns = ["docs/**", "benchmarks/results/*.md", "CONTRIBUTING.md", "CHANGELOG.md"]
-exclude_patterns = [".*", "build", "dist", "runs", "data", "wheels", "csrc", "tests", "megatron_mtraining", "**/__pycache__"]
+exclude_patterns = [
+    ".*",
+    "build",
+    "dist",
+    "runs",
+    "data",
+    "wheels",
+    "csrc",
+    "tests",
+    "megatron_mtraining",
+    "**/__pycache__",
+]
 
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
