@@ -1,24 +1,11 @@
-"""Writes the tables of docs/options.md from the code: every option of the launcher and every field of MTrainingConfig.
-
-    python tools/options_page.py            rewrite the tables in the page
-    python tools/options_page.py --check    exit with 1 if they are not up to date (a test does the same)
-
-Text around the tables is the page's own. A new option appears under "Other" until it is given a group here.
-"""
+"""Tables of options, made from the code: every option of the launcher and every field of MTrainingConfig."""
 
 import argparse
 import dataclasses
 import re
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from megatron_mtraining import MTrainingConfig  # noqa: E402
-from megatron_mtraining.integration.options import PREFIX, add_mtraining_arguments  # noqa: E402
-
-PAGE = ROOT / "docs" / "options.md"
+from megatron_mtraining import MTrainingConfig
+from megatron_mtraining.integration.options import PREFIX, add_mtraining_arguments
 
 GROUPS = {
     "lines": "top_p vertical_top_p slash_top_p last_q max_vertical max_slash local_blocks sink_tokens dense",
@@ -74,46 +61,12 @@ def row(name: str, action: argparse.Action) -> str:
     return f"| {flags} | {shown_default(action)} | {valid_values(name, action)} | {text} |"
 
 
-def tables() -> dict[str, str]:
-    """The tables by their names."""
+def option_tables() -> dict[str, str]:
+    """The tables by the names of :data:`GROUPS`; "other" has the options that are in none of them."""
     left = actions()
     made = {}
     for group, names in GROUPS.items():
         made[group] = "\n".join([HEADER, *(row(name, left.pop(name)) for name in names.split())])
-    made["other"] = "\n".join([HEADER, *(row(name, action) for name, action in left.items())]) if left else ""
+    rows = [row(name, action) for name, action in left.items()]
+    made["other"] = "\n".join(["", "## Other", "", HEADER, *rows]) if rows else ""
     return made
-
-
-def render(page: str) -> str:
-    """The page with its tables between ``<!-- table: NAME -->`` and ``<!-- end -->`` made anew.
-
-    Raises:
-        SystemExit: if the page lacks a table.
-    """
-    for name, table in tables().items():
-        pattern = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        heading = "\n## Other\n\n" if name == "other" and table else ""
-        body = f"{heading}{table}\n" if table else ""
-        places = pattern.findall(page)
-        if len(places) != 1:
-            raise SystemExit(f"{PAGE.name}: the table {name!r} is there {len(places)} times, not once")
-        start, end = places[0]
-        page = pattern.sub((start + body + end).replace("\\", r"\\"), page)
-    return page
-
-
-def main() -> None:
-    """Writes the page, or checks it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
-    check = parser.parse_args().check
-    before = PAGE.read_text()
-    after = render(before)
-    if check and before != after:
-        raise SystemExit(f"docs/{PAGE.name} is not up to date: run python tools/options_page.py")
-    if not check:
-        PAGE.write_text(after)
-
-
-if __name__ == "__main__":
-    main()
