@@ -66,7 +66,7 @@ check: $(VENV)/installed
 
 # Python's warnings are Megatron's about packages that are not installed; those of Sphinx are errors.
 docs: $(VENV)/installed
-	PYTHONWARNINGS=ignore $(BIN)/python -m sphinx -q -W --keep-going -c docs . build/docs
+	PYTHONWARNINGS=ignore $(BIN)/python -m sphinx -q -E -a -W --keep-going -c docs . build/docs
 	@echo "build/docs/index.html"
 
 format: $(VENV)/installed

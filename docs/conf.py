@@ -29,14 +29,20 @@ exclude_patterns = [
     "**/__pycache__",
 ]
 
+# Raw results have no entry in the navigation: the pages about them link to them. A test keeps docs/ itself complete.
+suppress_warnings = ["toc.not_included"]
+
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
 
+toc_object_entries_show_parents = "hide"
 autodoc_member_order = "bysource"
 autodoc_mock_imports = ["megatron.bridge", "nemo_run"]
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
+napoleon_use_ivar = True
+maximum_signature_line_length = 100
 
 html_theme = "furo"
 html_title = "megatron_mtraining"
