@@ -46,8 +46,8 @@ maximum_signature_line_length = 100
 
 html_theme = "furo"
 html_title = "megatron_mtraining"
-html_static_path = ["site"]
-html_extra_path = ["site/index.html"]
+html_static_path = ["site/static"]
+html_extra_path = ["site/root"]  # index.html of the site: leads to docs/index.html
 html_css_files = ["site.css"]
 html_show_sphinx = False
 html_copy_source = False
