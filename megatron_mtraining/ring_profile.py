@@ -32,7 +32,9 @@ Stamp = torch.cuda.Event | float
 
 @dataclass(frozen=True)
 class LaunchTimes:
-    """One launch; times in ms from the start of the pass. Forward has no partial gradients: ``summed == computed``.
+    """One launch; times in ms from the start of the pass.
+
+    Forward has no partial gradients: but for the last launch, which gives its buffers back, ``end == summed == computed``.
 
     Attributes:
         chunks: ``kv_owner`` of each chunk.
@@ -215,6 +217,7 @@ class CallProfile:
         for number, launch in enumerate(self.launches):
             at = {p: _ms(origin, self.marks[number, p]) for p in POINTS if (number, p) in self.marks}
             at.setdefault("summed", at["computed"])
+            at.setdefault("end", at["summed"])
             launches.append(LaunchTimes(launch.chunks, *(at[p] for p in POINTS)))
         transfers = [
             TransferTimes(
