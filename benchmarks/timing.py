@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,7 +37,11 @@ def measure(
         warm_up: one call before the first repetition. Without it the first repetition's memory is reported.
         queued: behind some milliseconds of other work, as in a model whose launches run ahead of the device. Without it
             the device is idle and waits for every launch.
+
+    Without a GPU the host's clock is taken, and no memory is reported.
     """
+    if not torch.cuda.is_available():
+        return _on_host(function, repeats, budget_ms, warm_up)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -54,6 +59,18 @@ def measure(
         end.synchronize()
         times.append(start.elapsed_time(end))
     return Measured(statistics.median(times), (torch.cuda.max_memory_allocated() - before) / 2**20)
+
+
+def _on_host(function: Callable[[], object], repeats: int, budget_ms: float, warm_up: bool) -> Measured:
+    """:func:`measure` on the CPU."""
+    if warm_up:
+        function()
+    times: list[float] = []
+    while len(times) < repeats and (not times or sum(times) < budget_ms):
+        began = time.perf_counter()
+        function()
+        times.append((time.perf_counter() - began) * 1e3)
+    return Measured(statistics.median(times), 0.0)
 
 
 def captured(function: Callable[[], object]) -> Callable[[], object]:
