@@ -73,10 +73,11 @@ def gathered_rows(problem: Problem, tensors: tuple[torch.Tensor, ...], node: tup
 
 def head_rows(problem: Problem, tensors: tuple[torch.Tensor, ...]) -> Iterator[Row]:
     """Head-parallel sparse attention, with heads alike and with heads of different density."""
-    for ranks in (n for n in (8, 16) if problem.heads % n == 0):
-        for spread, text in ((0.0, "heads alike"), (SPREAD, "densities spread by e^0.6")):
-            index = pattern_index(problem, "bands", spread)
-            yield from heads.head_rows(problem, tensors, index, ranks, f"head-parallel, {text}")
+    for spread, text in ((SPREAD, f"densities spread by e^{SPREAD}"), (0.0, "heads alike")):
+        index = pattern_index(problem, "bands", spread)
+        for ranks in (8, 16) if spread else (8,):
+            if problem.heads % ranks == 0:
+                yield from heads.head_rows(problem, tensors, index, ranks, f"head-parallel, {text}")
 
 
 def policy_rows(shape: Problem, node: tuple[int, int]) -> Iterator[Row]:
@@ -171,7 +172,7 @@ def main() -> None:
         node, rows = (nodes, inner), []
         for seq_len in args.seq_lens:
             problem = problem_of(seq_len, args.heads, "cpu" if args.pairs else args.device)
-            for row in (balance(problem, node, args.pattern) if args.pairs else virtual_rows(problem, args, node)):
+            for row in balance(problem, node, args.pattern) if args.pairs else virtual_rows(problem, args, node):
                 rows.append(row)
                 if args.out is not None:
                     write(rows, args.out, MODULE, f"ring-DATE-{'pairs' if args.pairs else 'virtual'}-{text}")

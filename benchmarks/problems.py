@@ -50,7 +50,10 @@ class Problem:
             return self._pattern(1.0)
         if self.density >= 1:
             return VerticalSlashIndex.from_lines(
-                [[range(self.seq_len // BLOCK)] * self.heads], [[[]] * self.heads], seq_len=self.seq_len, device=self.device
+                [[range(self.seq_len // BLOCK)] * self.heads],
+                [[[]] * self.heads],
+                seq_len=self.seq_len,
+                device=self.device,
             )
         low, high = 0.0, 1 / SLASH_SHARE  # multiples of the reference pattern
         for _ in range(16):

@@ -57,5 +57,7 @@ def structured_tensors(
     columns[:4] = True
     strength = 8 + 4 * torch.rand(heads, generator=generator).to(device)
     q[..., -COLUMN_DIMS:] = size * (strength[:, None] / COLUMN_DIMS) + 0.2 * q[..., -COLUMN_DIMS:]
-    k[..., -COLUMN_DIMS:] = size * columns.to(device).float()[:, None, None] + 0.2 * normal(kv_heads)[..., -COLUMN_DIMS:]
+    k[..., -COLUMN_DIMS:] = (
+        size * columns.to(device).float()[:, None, None] + 0.2 * normal(kv_heads)[..., -COLUMN_DIMS:]
+    )
     return tuple(x.bfloat16() for x in (q, k, normal(kv_heads), normal(heads)))  # type: ignore[return-value]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -109,11 +110,17 @@ def case_index(problem: Problem, case: Case, index: VerticalSlashIndex) -> Verti
     return VerticalSlashIndex.dense(1, problem.heads, index.documents, torch.device(problem.device))
 
 
+@lru_cache(maxsize=4)
+def counts(index: Index, layout: Layout) -> tuple[Tensor, Tensor]:
+    """:func:`pair_counts`, kept: the same index and layout come with other rings."""
+    return pair_counts(index, layout)
+
+
 def slash_table(index: Index, layout: Layout, ring: Ring) -> tuple[Tensor, Tensor]:
     """Pairs on slash lines (or row lists) by rank and forward step, fp64 ``[cp_size, steps]``; and all columns' pairs
     by rank, ``[cp_size]``: they are worked off in one launch, at the end.
     """
-    blocks, columns = pair_counts(index, layout)
+    blocks, columns = counts(index, layout)
     chunks = torch.from_numpy(chunk_table(ring, ring.plan(False, 1)))
     return blocks.gather(1, chunks).double() * BLOCK * BLOCK, columns.sum(1).double() * BLOCK
 

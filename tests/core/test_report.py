@@ -73,7 +73,9 @@ def test_no_work_is_counted_twice_of_ranks_played_in_one_process() -> None:
     """The ranks share one device: their busy times are disjoint, so that the sums are no more than the passes took."""
     q, k, v = random_qkv(2048, dtype=torch.float32)
     with profile_ring() as profile:
-        out = run_virtual(q, k, v, layout=Layout.striped(2048, 8), config=MTrainingConfig(top_p=0.8, chunks_per_launch=2))
+        out = run_virtual(
+            q, k, v, layout=Layout.striped(2048, 8), config=MTrainingConfig(top_p=0.8, chunks_per_launch=2)
+        )
         out.sum().backward()
     passes = profile.read()
     for phase in ("forward", "backward"):
