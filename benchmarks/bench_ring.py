@@ -97,9 +97,9 @@ def virtual_rows(problem: Problem, args: argparse.Namespace, node: tuple[int, in
     index = pattern_index(problem, args.pattern)
     torch.manual_seed(0)
     tensors = problem.tensors()
-    found = comparison(node[0], args.dense)
-    for case in found if args.cases is None else [found[number] for number in args.cases]:
-        yield from played.play_case(problem, tensors, case, node, index)
+    for case in comparison(node[0], args.dense):
+        if args.cases is None or case.name in args.cases:
+            yield from played.play_case(problem, tensors, case, node, index)
     if args.baselines:
         yield from gathered_rows(problem, tensors, node)
         yield from head_rows(problem, tensors)
@@ -146,7 +146,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--virtual", nargs="+", help="NODESxRANKS, one or several: play all ranks here, e.g. 4x8")
     parser.add_argument("--pattern", default="bands", choices=PATTERNS, help="index of played ranks")
     parser.add_argument("--pairs", action="store_true", help="print the balance in pairs of --virtual, run nothing")
-    parser.add_argument("--cases", type=int, nargs="+", help="numbers of the rings to play, from 0 (default: all)")
+    parser.add_argument("--cases", nargs="+", help="names of the rings to play (default: all)")
     parser.add_argument("--baselines", action="store_true", help="gathered dense, head-parallel, index policies too")
     parser.add_argument("--inner", type=int, help="ranks of a node, to compare hierarchies on real ranks")
     parser.add_argument("--dense", action="store_true", help="dense attention on the same rings too")
@@ -154,6 +154,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", help="of played ranks; cpu: the reference operators")
     parser.add_argument("--out", type=Path, help="folder of the JSON and Markdown results")
     args = parser.parse_args()
+    known = {case.name for nodes in (1, 2) for case in comparison(nodes, True)}
+    if args.cases is not None and not set(args.cases) <= known:
+        parser.error(f"--cases: {sorted(set(args.cases) - known)} unknown, there are {sorted(known)}")
     if args.pairs and not args.virtual:
         parser.error("--pairs: needs --virtual")
     if args.out is None and not args.pairs:
