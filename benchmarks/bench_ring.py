@@ -122,19 +122,22 @@ def run_real(args: argparse.Namespace) -> None:
     inner = args.inner or size
     groups = {number: real.ring_groups(number) for number in dict.fromkeys((inner, size))}
     rows: list[Row] = []
+    suffix = "s" * (size > 1) + ("" if args.pattern == "reference" else f"-{args.pattern}")
 
     def add(found: list[Row]) -> None:
         rows.extend(found)
         if dist.get_rank() == 0:
-            write(rows, args.out, MODULE, f"ring-DATE-{size}-gpu{'s' * (size > 1)}")
+            write(rows, args.out, MODULE, f"ring-DATE-{size}-gpu{suffix}")
             print(json.dumps(found), flush=True)
 
     for seq_len in args.seq_lens:
         problem = problem_of(seq_len, args.heads)
         for case, ring in real_cases(size, inner, args.dense):
-            add(real.real_rows(problem, case, ring, groups[ring.inner_size], args.repeats))
-        torch.cuda.empty_cache()
-        add(real.gathered_rows(problem, Ring(size, size, inner)))
+            index = pattern_index(problem, args.pattern)
+            add(real.real_rows(problem, case, ring, groups[ring.inner_size], index, args.repeats))
+        if args.peer:
+            torch.cuda.empty_cache()
+            add(real.gathered_rows(problem, Ring(size, size, inner)))
     dist.destroy_process_group()
 
 
@@ -144,7 +147,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seq-lens", type=int, nargs="+", default=[65536])
     parser.add_argument("--heads", default="16/2/128", help="heads/kv_heads/head_dim")
     parser.add_argument("--virtual", nargs="+", help="NODESxRANKS, one or several: play all ranks here, e.g. 4x8")
-    parser.add_argument("--pattern", default="bands", choices=PATTERNS, help="index of played ranks")
+    parser.add_argument(
+        "--pattern", choices=PATTERNS, help="the index (default: bands for played ranks, reference for real ones)"
+    )
+    parser.add_argument(
+        "--peer", action=argparse.BooleanOptionalAction, default=True, help="cuDNN dense beside real ranks"
+    )
     parser.add_argument("--pairs", action="store_true", help="print the balance in pairs of --virtual, run nothing")
     parser.add_argument("--cases", nargs="+", help="names of the rings to play (default: all)")
     parser.add_argument("--baselines", action="store_true", help="gathered dense, head-parallel, index policies too")
@@ -157,6 +165,7 @@ def arguments() -> argparse.Namespace:
     known = {case.name for nodes in (1, 2) for case in comparison(nodes, True)}
     if args.cases is not None and not set(args.cases) <= known:
         parser.error(f"--cases: {sorted(set(args.cases) - known)} unknown, there are {sorted(known)}")
+    args.pattern = args.pattern or ("bands" if args.virtual else "reference")
     if args.pairs and not args.virtual:
         parser.error("--pairs: needs --virtual")
     if args.out is None and not args.pairs:

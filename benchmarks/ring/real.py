@@ -127,9 +127,11 @@ def pass_row(found: list[PassTimes]) -> Row:
     )
 
 
-def real_rows(problem: Problem, case: Case, ring: Ring, groups: RingGroups, repeats: int) -> list[Row]:
+def real_rows(
+    problem: Problem, case: Case, ring: Ring, groups: RingGroups, index: VerticalSlashIndex, repeats: int
+) -> list[Row]:
     """Rows of a case (those of the slowest rank): index, forward, backward, and the call of all three."""
-    rank = RealRank(problem, case, ring, groups, case_index(problem, case, problem.index()))
+    rank = RealRank(problem, case, ring, groups, case_index(problem, case, index))
     few = 2 if case.dense else repeats
     wall = [rank.wall_times() for _ in range(few + 1)][1:]
     passes = [times for _ in range(few) for times in rank.profiled()]
