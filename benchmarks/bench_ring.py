@@ -179,15 +179,16 @@ def main() -> None:
     if not args.virtual:
         run_real(args)
         return
+    lengths = "-".join(f"{seq_len // 1024}k" for seq_len in args.seq_lens)
     for text in args.virtual:
         nodes, inner = map(int, text.split("x"))
-        node, rows = (nodes, inner), []
+        node, kind, rows = (nodes, inner), "pairs" if args.pairs else "virtual", []
         for seq_len in args.seq_lens:
             problem = problem_of(seq_len, args.heads, "cpu" if args.pairs else args.device)
             for row in balance(problem, node, args.pattern) if args.pairs else virtual_rows(problem, args, node):
                 rows.append(row)
                 if args.out is not None:
-                    write(rows, args.out, MODULE, f"ring-DATE-{'pairs' if args.pairs else 'virtual'}-{text}")
+                    write(rows, args.out, MODULE, f"ring-DATE-{kind}-{text}-{lengths}")
                 print(json.dumps({k: v for k, v in row.items() if k != "per_launch_ms"}), flush=True)
 
 
