@@ -26,7 +26,7 @@ import torch.distributed as dist
 from benchmarks.problems import Problem
 from benchmarks.ring import gathered, heads, played, real
 from benchmarks.ring.cases import PATTERNS, Case, Row, comparison, in_pairs, pattern_index
-from benchmarks.ring.output import write
+from benchmarks.ring.output import LISTS, write
 from benchmarks.structured import structured_tensors
 from megatron_mtraining import MTrainingConfig, estimate_index
 from megatron_mtraining.config import INDEX_POLICIES
@@ -189,7 +189,7 @@ def main() -> None:
                 rows.append(row)
                 if args.out is not None:
                     write(rows, args.out, MODULE, f"ring-DATE-{kind}-{text}-{lengths}")
-                print(json.dumps({k: v for k, v in row.items() if k != "per_launch_ms"}), flush=True)
+                print(json.dumps({k: v for k, v in row.items() if k not in LISTS}), flush=True)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def head_weights(heads: int, dim: int, generator: torch.Generator) -> Tensor:
             weights[head, :count] += 0.02
         else:
             weights[head, :count] = 1.0
-        weights[head] *= (14 + 6 * float(torch.rand((), generator=generator))) / weights[head].sum()
+        weights[head] *= (18 + 6 * float(torch.rand((), generator=generator))) / weights[head].sum()
     return weights
 
 
@@ -55,7 +55,7 @@ def structured_tensors(
     k = 0.8 * normal(kv_heads) + size * turned
     columns = torch.rand(seq_len, generator=generator) < 0.002
     columns[:4] = True
-    strength = 8 + 4 * torch.rand(heads, generator=generator).to(device)
+    strength = 10 + 4 * torch.rand(heads, generator=generator).to(device)
     q[..., -COLUMN_DIMS:] = size * (strength[:, None] / COLUMN_DIMS) + 0.2 * q[..., -COLUMN_DIMS:]
     k[..., -COLUMN_DIMS:] = (
         size * columns.to(device).float()[:, None, None] + 0.2 * normal(kv_heads)[..., -COLUMN_DIMS:]

@@ -11,7 +11,8 @@ import torch
 
 from benchmarks.ring.cases import Row
 
-LISTS = ("per_launch_ms", "per_rank_ms")
+LISTS = ("per_launch_ms", "per_rank_ms", "table_ms")
+"""Lists of a row: in the JSON file alone, a line each."""
 
 
 def markdown(rows: list[Row], header: str) -> str:
@@ -38,6 +39,7 @@ def write(rows: list[Row], folder: Path, module: str, name: str) -> None:
     command = f"python -m {module} " + " ".join(sys.argv[1:]).replace(str(folder), "benchmarks/results")
     target = folder / name.replace("DATE", date)
     head = {"date": date, "command": command, "device": device_name(), "torch": torch.__version__}
-    target.with_suffix(".json").write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    target.with_suffix(".json").write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n')
     title = f"# {module} on {head['device']}, {date}\n\n`{command}`, torch {head['torch']}."
     target.with_suffix(".md").write_text(markdown(rows, title))

@@ -18,8 +18,9 @@ from megatron_mtraining.simulator.timeline import Ring, Timeline, simulate
 from megatron_mtraining.testing import run_virtual
 
 PHASES = ("forward", "backward")
-LEAD_CYCLES = 60_000_000
-"""Work in front of a pass, about 30 ms: launches run ahead of the device then, as in a model."""
+LEAD_CYCLES = 120_000_000
+"""Work in front of a pass, about 65 ms: the host prepares all ranks meanwhile, and launches then run ahead of the device,
+as in a model."""
 
 
 def time_table(passes: Sequence[PassTimes], phase: str) -> Tensor:
@@ -128,7 +129,8 @@ def rows_of(problem: Problem, case: Case, ring: Ring, index: Index, played: Play
             | {"simulated_ms": round(line.seconds * 1e3, 3),
                "exposed_ms": round(float(line.exposed.sum(1).mean()) * 1e3, 3),
                "compute_share": round(line.compute_share, 3),
-               "per_launch_ms": [round(x, 4) for x in table.mean(0).tolist()]}
+               "per_launch_ms": [round(x, 4) for x in table.mean(0).tolist()],
+               "table_ms": [[round(x, 4) for x in ranks] for ranks in table.tolist()]}
         )  # fmt: skip
     return rows
 
