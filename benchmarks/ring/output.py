@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def write(rows: list[Row], folder: Path, module: str, name: str) -> None:
     """Writes ``name-DATE-...`` with the command line that made them; called again as rows come."""
     folder.mkdir(parents=True, exist_ok=True)
     date = datetime.date.today().isoformat()
-    command = f"python -m {module} " + " ".join(sys.argv[1:]).replace(str(folder), "benchmarks/results")
+    command = f"python -m {module} " + shlex.join(sys.argv[1:]).replace(str(folder), "benchmarks/results")
     target = folder / name.replace("DATE", date)
     head = {"date": date, "command": command, "device": device_name(), "torch": torch.__version__}
     lines = ",\n".join(json.dumps(row) for row in rows)
