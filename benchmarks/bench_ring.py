@@ -7,7 +7,8 @@
 Played ranks (NODESxRANKS): compute time of every rank and launch without traffic, its imbalance, and the pass with the links
 of the simulator added (NVLink as measured, between nodes assumed). ``--baselines``: cuDNN dense with gathered keys,
 head-parallel sparse attention, and the index policies on a ring. Real ranks: time of index, forward, backward and of the
-call of all three (slowest rank), exposed communication, share of the transfers hidden, and cuDNN dense in the same run.
+call of all three (slowest rank), exposed communication, share of the transfers hidden, and dense attention of
+cuDNN (and of Transformer Engine, where it is installed) in the same run.
 Both: imbalance in pairs.
 """
 
@@ -137,7 +138,7 @@ def run_real(args: argparse.Namespace) -> None:
             add(real.real_rows(problem, case, ring, groups[ring.inner_size], index, args.repeats))
         if args.peer:
             torch.cuda.empty_cache()
-            add(real.gathered_rows(problem, Ring(size, size, inner)))
+            add(real.dense_rows(problem, Ring(size, size, inner)))
     dist.destroy_process_group()
 
 
@@ -151,7 +152,10 @@ def arguments() -> argparse.Namespace:
         "--pattern", choices=PATTERNS, help="the index (default: bands for played ranks, reference for real ones)"
     )
     parser.add_argument(
-        "--peer", action=argparse.BooleanOptionalAction, default=True, help="cuDNN dense beside real ranks"
+        "--peer",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="dense attention of cuDNN and, where it is installed, Transformer Engine beside real ranks",
     )
     parser.add_argument("--pairs", action="store_true", help="print the balance in pairs of --virtual, run nothing")
     parser.add_argument("--cases", nargs="+", help="names of the rings to play (default: all)")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.problems import Problem
+from benchmarks.ring import megatron_dense
 from benchmarks.ring.cases import Case, Row, case_index, describe, in_pairs
 from benchmarks.ring.gathered import GatheredRanks
 from benchmarks.timing import QUEUE_CYCLES, measure
@@ -148,8 +149,8 @@ def real_rows(
     return rows
 
 
-def gathered_rows(problem: Problem, ring: Ring) -> list[Row]:
-    """Dense attention by cuDNN with gathered keys on the same ranks (one rank: all of it)."""
+def dense_rows(problem: Problem, ring: Ring) -> list[Row]:
+    """Dense attention on the same ranks: cuDNN with gathered keys (one rank: all of it), and Transformer Engine's ring."""
     torch.manual_seed(0)
     ranks = GatheredRanks(problem.tensors(), dist.group.WORLD)
     found = {}
@@ -158,9 +159,21 @@ def gathered_rows(problem: Problem, ring: Ring) -> list[Row]:
         # One number of repeats on all ranks: they call each other.
         found[phase] = measure(run, repeats=2, budget_ms=float("inf"), queued=True).ms
     found["call"] = sum(found.values())
-    name = "cuDNN dense, one rank" if ring.cp_size == 1 else "cuDNN dense, gathered keys"
+    del ranks
+    rows = dense_row(
+        "cuDNN dense, one rank" if ring.cp_size == 1 else "cuDNN dense, gathered keys", problem, ring, found
+    )
+    if megatron_dense.installed():
+        torch.cuda.empty_cache()
+        times = megatron_dense.measured(problem.tensors(), dist.group.WORLD)
+        rows += dense_row("Transformer Engine dense, p2p", problem, ring, times)
+    return rows
+
+
+def dense_row(name: str, problem: Problem, ring: Ring, times: dict[str, float]) -> list[Row]:
+    """Rows of a dense implementation, the slowest rank's."""
     common = {
         "case": name, "seq_len": problem.seq_len, "heads": problem.heads, "kv_heads": problem.kv_heads,
         "head_dim": problem.head_dim, "cp_size": ring.cp_size, "inner_size": ring.inner_size, "density": 1.0,
     }  # fmt: skip
-    return [common | {"pass": phase, "ms": round(ms, 3)} for phase, ms in slowest(found).items()]
+    return [common | {"pass": phase, "ms": round(ms, 3)} for phase, ms in slowest(times).items()]

@@ -1,6 +1,8 @@
 """The parts of the ring benchmarks that can be wrong without a GPU: what is counted, kept, gathered and put together."""
 
 import os
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch.multiprocessing as mp
 
 from benchmarks.bench_policies import kept_of_block, sample, sampled_recall
 from benchmarks.problems import Problem
+from benchmarks.ring import megatron_dense
 from benchmarks.ring.cases import Case, comparison, in_pairs, pattern_index, slash_table
 from benchmarks.ring.gathered import GatheredDense, GatheredRanks, gather_ms, local_tensors
 from benchmarks.ring.heads import of_heads, share_of
@@ -126,6 +129,41 @@ def _gathered_worker(rank: int, folder: str) -> None:
 def test_gathering_over_real_ranks(tmp_path: Path) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     mp.spawn(_gathered_worker, (str(tmp_path),), nprocs=2)
+
+
+def _megatron_worker(rank: int, folder: str) -> None:
+    """A stand-in for Transformer Engine notes what it is given: chunks and ring of this rank."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    made: list[dict] = []
+
+    class DotProductAttention:
+        def __init__(self, heads: int, dim: int, **options: object) -> None:
+            made.append({"heads": heads, "dim": dim, **options})
+
+        def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            made.append({"q": q, "k": k})
+            return (q * k.sum() * v.sum()).flatten(2)
+
+    engine = types.ModuleType("transformer_engine.pytorch")
+    engine.DotProductAttention = DotProductAttention  # type: ignore[attr-defined]
+    sys.modules["transformer_engine"], sys.modules["transformer_engine.pytorch"] = types.ModuleType("te"), engine
+    torch.cuda.Stream = lambda: "a stream"  # type: ignore[assignment,misc]
+    torch.manual_seed(0)
+    q, k, v = (x.detach() for x in random_qkv(256))
+    times = megatron_dense.measured((q, k, v, q), dist.group.WORLD)
+    assert times["call"] == pytest.approx(times["forward"] + times["backward"])
+    given = made[0]
+    assert (given["heads"], given["dim"], given["num_gqa_groups"], given["cp_comm_type"]) == (4, 64, 2, "p2p")
+    assert given["cp_global_ranks"] == [0, 1] and given["attn_mask_type"] == "causal"
+    for name, whole in (("q", q), ("k", k)):
+        chunks = whole.chunk(4, 1)
+        assert torch.equal(made[1][name], torch.cat([chunks[rank], chunks[3 - rank]], 1))
+    dist.destroy_process_group()
+
+
+def test_transformer_engine_gets_its_chunks(tmp_path: Path) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    mp.spawn(_megatron_worker, (str(tmp_path),), nprocs=2)
 
 
 def test_gathering_is_paced_by_the_slowest_link() -> None:
