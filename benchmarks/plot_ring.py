@@ -19,6 +19,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.patches import Patch
 
 from benchmarks.ring.step import Attention, LayerTimes, Rows, attention_of, step_ms
 from megatron_mtraining.simulator import H200_RATES
@@ -120,12 +121,12 @@ def draw_balance(axis: Any, cases: dict[str, dict[str, dict[str, Any]]]) -> None
                 axis.bar(at, value, 0.26, color=color)
                 more = ">" if value == paper and value > 2 else ""
                 axis.text(at, value, f"{more}{value:.2f}", ha="center", va="bottom", fontsize=7)
-    for color, label in (("C0", "pairs"), ("C2", "time, played ranks, forward"), ("lightgrey", "paper")):
-        axis.bar([], [], color=color, label=label)
+    labels = (("C0", "pairs"), ("C2", "time, played ranks, forward"), ("lightgrey", "paper"))
+    handles = [Patch(color=color, label=label) for color, label in labels]
     axis.set_xticks(range(len(shown)), [name for name, *_ in shown], fontsize=8)
     axis.axhline(1, color="grey", linewidth=0.8)
     axis.set(title="imbalance of workers (max / mean)", ylim=(0.8, None))
-    axis.legend(fontsize=7)
+    axis.legend(handles=handles, fontsize=7)
 
 
 def draw_times(axis: Any, cases: dict[str, dict[str, dict[str, Any]]]) -> None:
