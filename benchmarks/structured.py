@@ -22,19 +22,23 @@ def rotary(positions: Tensor, dim: int) -> Tensor:
     return torch.stack((angle.cos(), angle.sin()), -1).flatten(1).float()
 
 
-def head_weights(heads: int, dim: int, generator: torch.Generator) -> Tensor:
-    """fp32 ``[heads, dim // 2]``: what each head gives each frequency, summing to the score at distance 0."""
+def head_weights(heads: int, dim: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """What each head gives each frequency, fp32 ``[heads, dim // 2]``, summing to the score at distance 0; and what it gives
+    columns, fp32 ``[heads]``. Of four heads one looks for columns, two for a band, one for some distances.
+    """
     count = dim // 2 - COLUMN_DIMS // 2
-    weights = torch.zeros(heads, dim // 2)
+    weights, columns = torch.zeros(heads, dim // 2), torch.full((heads,), 2.0)
     for head in range(heads):
-        if head % 4 == 3:  # few frequencies: lines that come again at some distances
+        weights[head, :count] = 1.0
+        total = 18 + 6 * float(torch.rand((), generator=generator))
+        if head % 4 == 0:
+            total, columns[head] = 5.0, total - 6
+        elif head % 4 == 3:  # few frequencies: lines that come again
+            weights[head, :count] = 0.02
             chosen = torch.randint(count // 3, 2 * count // 3, (3,), generator=generator)
             weights[head].index_add_(0, chosen, torch.ones(3))
-            weights[head, :count] += 0.02
-        else:
-            weights[head, :count] = 1.0
-        weights[head] *= (18 + 6 * float(torch.rand((), generator=generator))) / weights[head].sum()
-    return weights
+        weights[head] *= total / weights[head].sum()
+    return weights, columns
 
 
 def structured_tensors(
@@ -48,14 +52,14 @@ def structured_tensors(
         return torch.randn(1, seq_len, count, dim, device=device, generator=made)
 
     turned = rotary(torch.arange(seq_len, device=device), dim)[None, :, None]
-    weights = head_weights(heads, dim, generator).repeat_interleave(2, 1).to(device)
+    weights, strength = (x.to(device) for x in head_weights(heads, dim, generator))
+    weights = weights.repeat_interleave(2, 1)
     # A key's vector and a query's share the factor that the softmax scale takes away.
     size = dim**0.25
     q = 0.8 * normal(heads) + size * turned * weights
     k = 0.8 * normal(kv_heads) + size * turned
     columns = torch.rand(seq_len, generator=generator) < 0.002
     columns[:4] = True
-    strength = 10 + 4 * torch.rand(heads, generator=generator).to(device)
     q[..., -COLUMN_DIMS:] = size * (strength[:, None] / COLUMN_DIMS) + 0.2 * q[..., -COLUMN_DIMS:]
     k[..., -COLUMN_DIMS:] = (
         size * columns.to(device).float()[:, None, None] + 0.2 * normal(kv_heads)[..., -COLUMN_DIMS:]

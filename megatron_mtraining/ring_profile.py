@@ -249,7 +249,10 @@ class RingProfile:
 
     Attributes:
         ranks: global ranks of the newest pass, in context-parallel order; empty if none went over process groups.
+        call_type: what takes the times of a pass.
     """
+
+    call_type: type[CallProfile] = CallProfile
 
     def __init__(self, most: int | None = None) -> None:
         self.ranks: tuple[int, ...] = ()
@@ -265,7 +268,7 @@ class RingProfile:
             return None
         if isinstance(exchange, GroupExchange):
             self.ranks = tuple(exchange.ranks)
-        self._passes.append(CallProfile(phase, cp_rank, launches, device, exchange, self._waiters))
+        self._passes.append(self.call_type(phase, cp_rank, launches, device, exchange, self._waiters))
         return self._passes[-1]
 
     def read(self) -> list[PassTimes]:

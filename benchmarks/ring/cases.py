@@ -14,7 +14,7 @@ from megatron_mtraining.block_lists import Index
 from megatron_mtraining.config import BLOCK
 from megatron_mtraining.launches import chunks_per_launch
 from megatron_mtraining.metrics import imbalance_degrees, pair_counts
-from megatron_mtraining.simulator import Pattern, make_profile
+from megatron_mtraining.simulator import IndexProfile, Pattern, RankWork, make_profile
 from megatron_mtraining.simulator.timeline import Ring, chunk_table
 from megatron_mtraining.simulator.work import to_index
 
@@ -112,17 +112,24 @@ def case_index(problem: Problem, case: Case, index: VerticalSlashIndex) -> Verti
 
 @lru_cache(maxsize=4)
 def counts(index: Index, layout: Layout) -> tuple[Tensor, Tensor]:
-    """:func:`pair_counts`, kept: the same index and layout come with other rings."""
-    return pair_counts(index, layout)
+    """Pairs on slash lines (or row lists) ``[query rank, key rank]`` and of columns ``[query rank]``, int64.
+
+    Of lines by the simulator's way of counting, many times as fast as :func:`pair_counts` and equal to it (test).
+    """
+    if isinstance(index, VerticalSlashIndex):
+        work = RankWork.of(IndexProfile.of(index), layout)
+        return torch.from_numpy(work.slash), torch.from_numpy(work.columns)
+    blocks, columns = pair_counts(index, layout)
+    return blocks * BLOCK * BLOCK, columns.sum(1) * BLOCK
 
 
 def slash_table(index: Index, layout: Layout, ring: Ring) -> tuple[Tensor, Tensor]:
     """Pairs on slash lines (or row lists) by rank and forward step, fp64 ``[cp_size, steps]``; and all columns' pairs
     by rank, ``[cp_size]``: they are worked off in one launch, at the end.
     """
-    blocks, columns = counts(index, layout)
+    slash, columns = counts(index, layout)
     chunks = torch.from_numpy(chunk_table(ring, ring.plan(False, 1)))
-    return blocks.gather(1, chunks).double() * BLOCK * BLOCK, columns.sum(1).double() * BLOCK
+    return slash.gather(1, chunks).double(), columns.double()
 
 
 def in_pairs(index: Index, layout: Layout, ring: Ring) -> dict[str, float]:

@@ -41,6 +41,6 @@ def write(rows: list[Row], folder: Path, module: str, name: str) -> None:
     target = folder / name.replace("DATE", date)
     head = {"date": date, "command": command, "device": device_name(), "torch": torch.__version__}
     lines = ",\n".join(json.dumps(row) for row in rows)
-    target.with_suffix(".json").write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n')
+    Path(f"{target}.json").write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n')
     title = f"# {module} on {head['device']}, {date}\n\n`{command}`, torch {head['torch']}."
-    target.with_suffix(".md").write_text(markdown(rows, title))
+    Path(f"{target}.md").write_text(markdown(rows, title))

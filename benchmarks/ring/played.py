@@ -10,17 +10,36 @@ from torch import Tensor
 
 from benchmarks.problems import Problem
 from benchmarks.ring.cases import Case, Row, case_index, describe, in_pairs
-from megatron_mtraining.block_lists import Index
+from megatron_mtraining.block_lists import Index, local_index
+from megatron_mtraining.comm import VirtualExchange
 from megatron_mtraining.metrics import imbalance_degrees
-from megatron_mtraining.ring_profile import PassTimes, profile_ring
+from megatron_mtraining.ops import operators
+from megatron_mtraining.ring import RingBackward, RingCall, RingForward, run
+from megatron_mtraining.ring_profile import CallProfile, PassTimes, RingProfile, profile_ring
 from megatron_mtraining.simulator import H200_LINKS, Links, Shape
 from megatron_mtraining.simulator.timeline import Ring, Timeline, simulate
-from megatron_mtraining.testing import run_virtual
+from megatron_mtraining.testing import saved_of
 
 PHASES = ("forward", "backward")
-LEAD_CYCLES = 120_000_000
-"""Work in front of a pass, about 65 ms: the host prepares all ranks meanwhile, and launches then run ahead of the device,
-as in a model."""
+SPACE_CYCLES = 600_000
+"""Work in front of every measured stretch, about 0.3 ms: the host launches the stretch meanwhile, so that the device runs
+through it without waiting for the host, as it does in a model, where the host is far ahead."""
+
+
+class SpacedCall(CallProfile):
+    """A pass with work in front of each stretch that is measured."""
+
+    def mark(self, point: str) -> None:
+        """Occupies the device, then takes the time."""
+        if point in ("arrived", "summed") and self.device.type == "cuda":
+            torch.cuda._sleep(SPACE_CYCLES)
+        super().mark(point)
+
+
+class SpacedProfile(RingProfile):
+    """A profile of such passes."""
+
+    call_type = SpacedCall
 
 
 def time_table(passes: Sequence[PassTimes], phase: str) -> Tensor:
@@ -47,33 +66,42 @@ class Played:
         return sum(line.seconds for line in self.timelines.values())
 
 
-def lead(device: str) -> None:
-    """Occupies the device for a while."""
-    if device.startswith("cuda"):
-        torch.cuda._sleep(LEAD_CYCLES)
+class PlayedRanks:
+    """All ranks of a case in this process, their tensors dealt out once."""
+
+    def __init__(self, tensors: tuple[Tensor, ...], index: Index, case: Case, ring: Ring) -> None:
+        q = tensors[0]
+        config, layout = case.config(ring), case.layout_of(q.shape[1], ring)
+        ranks = range(ring.cp_size)
+        ops, mailbox = operators(config.kernel, q), {}  # type: ignore[var-annotated]
+        self.parts = [[layout.shard(x.detach(), rank).contiguous() for x in tensors] for rank in ranks]
+        self.calls = [
+            RingCall(local_index(index, layout, rank), layout, config, q.shape[-1] ** -0.5, rank, ring.inner_size, ops,
+                     VirtualExchange(mailbox, rank))
+            for rank in ranks
+        ]  # fmt: skip
+
+    @torch.no_grad()
+    def run(self) -> dict[str, Tensor]:
+        """Compute times ``[ranks, launches]`` in ms of a forward and a backward pass."""
+        with profile_ring(SpacedProfile()) as profile:
+            forward = [RingForward(call, *part[:3]) for call, part in zip(self.calls, self.parts, strict=True)]
+            run(forward)
+            backward = [
+                RingBackward(ring.call, saved_of(ring), part[3]) for ring, part in zip(forward, self.parts, strict=True)
+            ]
+            run(backward)
+        passes = profile.read()
+        return {phase: time_table(passes, phase) for phase in PHASES}
 
 
 def compute_tables(
-    tensors: tuple[Tensor, ...], index: Index, case: Case, ring: Ring, repeats: int, device: str
+    tensors: tuple[Tensor, ...], index: Index, case: Case, ring: Ring, repeats: int, warm_up: bool = False
 ) -> dict[str, Tensor]:
-    """Plays all ranks ``repeats`` times; the least times."""
-    q, k, v, dout = tensors
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    layout = case.layout_of(q.shape[1], ring)
-    tables: dict[str, list[Tensor]] = {phase: [] for phase in PHASES}
-    for _ in range(repeats):
-        with profile_ring() as profile:
-            lead(device)
-            out = run_virtual(
-                *leaves, layout=layout, config=case.config(ring), inner_size=ring.inner_size, index=index
-            )  # fmt: skip
-            lead(device)
-            torch.autograd.grad(out, leaves, dout)
-        passes = profile.read()
-        for phase, found in tables.items():
-            found.append(time_table(passes, phase))
-        del out
-    return {phase: torch.stack(found).amin(0) for phase, found in tables.items()}
+    """Plays all ranks; the least times of the repeats."""
+    ranks = PlayedRanks(tensors, index, case, ring)
+    found = [ranks.run() for _ in range(repeats + warm_up)][warm_up:]
+    return {phase: torch.stack([tables[phase] for tables in found]).amin(0) for phase in PHASES}
 
 
 def with_links(tables: dict[str, Tensor], case: Case, ring: Ring, shape: Shape, links: Links) -> dict[str, Timeline]:
@@ -92,9 +120,7 @@ def play(
     warm_up: bool = True,
 ) -> Played:  # fmt: skip
     """Measures one case; with ``warm_up`` one more run goes before."""
-    if warm_up:
-        compute_tables(tensors, index, case, ring, 1, problem.device)
-    tables = compute_tables(tensors, index, case, ring, repeats, problem.device)
+    tables = compute_tables(tensors, index, case, ring, repeats, warm_up)
     shape = Shape(problem.seq_len, problem.heads, problem.kv_heads, problem.head_dim)
     return Played(tables, with_links(tables, case, ring, shape, H200_LINKS))
 

@@ -56,7 +56,7 @@ def test_played_ranks_with_links() -> None:
     index = pattern_index(problem, "bands")
     case = Case("ours", hierarchical=True, rotated=True, chunks=1)
     ring, shape = case.ring(4, 2), Shape(2048, 4, 2, 64)
-    tables = compute_tables(problem.tensors(), index, case, ring, 1, "cpu")
+    tables = compute_tables(problem.tensors(), index, case, ring, 1)
     assert {phase: tuple(table.shape) for phase, table in tables.items()} == {"forward": (4, 4), "backward": (4, 4)}
     assert all(bool((table > 0).all()) for table in tables.values())
     free = with_links(tables, case, ring, shape, Links(Link(0.0, 1e30), Link(0.0, 1e30)))
