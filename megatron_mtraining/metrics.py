@@ -16,7 +16,6 @@ from .bitmap import count_bits, unpack_bits
 from .block_lists import BlockListIndex, Index
 from .config import BLOCK
 from .documents import Documents
-from .index import VerticalSlashIndex
 from .layout import Layout
 from .schedule import forward_schedule
 
