@@ -155,7 +155,8 @@ struct RowScout {
         for (int chunk = 0; chunk < shape.chunks; ++chunk) {
             const int32_t* blocks = mask.kv_blocks + int64_t{chunk} * shape.kv_blocks;
             scan_blocks(
-                shape.kv_blocks, [&](int index) { return rows.need(__ldg(blocks + index)); },
+                shape.kv_blocks, [&](int index) { return __ldg(blocks + index); },
+                [&](int block) { return rows.reach(block); }, [&](int block) { return rows.need(block); },
                 [&](int index, Need need) {
                     uint64_t columns[kRowBlocks];
 #pragma unroll
