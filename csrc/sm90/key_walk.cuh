@@ -1,22 +1,28 @@
 // The walk of the kernel that owns keys (dK, dV): the transpose of row_walk.cuh.
 //
-// A CTA works on kKeyBlocks neighbouring key blocks of one kv head (or tiles of compact columns of one query head), one
-// a consumer warpgroup. The scout lists the query blocks of every head of the group that any of them meets; the loader
-// brings q, dout, lse and delta of each once.
+// Key blocks: a CTA works on two neighbouring key blocks of one kv head, one a consumer warpgroup. The scout lists the
+// query blocks of every head of the group that any of them meets; the loader brings q, dout, lse and delta of each once.
+//
+// Tiles of compact columns of one query head are few and of very different weight: one is the work of a whole cluster,
+// whose warpgroups deal its rows out among themselves and add up what they found.
 #pragma once
 
 #include "sm90/row_walk.cuh"
 
 namespace mtraining::sm90 {
 
-template <int kHeadDim_>
+// kSplitRows: the warpgroups of a cluster share one tile of keys and deal its rows out, instead of a tile each.
+template <int kHeadDim_, bool kSplitRows_>
 struct KeyPlan {
     static constexpr int kHeadDim = kHeadDim_;
-    static constexpr int kKeyBlocks = 2;
-    static constexpr int kThreads = 128 * (kKeyBlocks + 1);
+    static constexpr bool kSplitRows = kSplitRows_;
+    static constexpr int kConsumers = 2;                   // warpgroups
+    static constexpr int kKeyBlocks = kSplitRows ? 1 : 2;  // of a CTA
+    static constexpr int kCluster = kSplitRows ? 2 : 1;    // CTAs
+    static constexpr int kThreads = 128 * (kConsumers + 1);
     static constexpr int kConsumerRegisters = 224;
     static constexpr int kProducerRegisters = 56;
-    static_assert(register_pool(kThreads) >= 128 * (kKeyBlocks * kConsumerRegisters + kProducerRegisters));
+    static_assert(register_pool(kThreads) >= 128 * (kConsumers * kConsumerRegisters + kProducerRegisters));
 
     static constexpr uint32_t kTileBytes = 64 * kHeadDim * 2;
     static constexpr uint32_t kStatisticsBytes = 64 * 4;
@@ -31,8 +37,8 @@ struct KeyMaps {
     CUtensorMap k, v, q, dout;
 };
 
-// Both backward operators in one form. For vertical tiles: one chunk, kv_heads == heads, kv_blocks = tiles of the
-// compact columns, and mask.column_list is given.
+// Both backward operators in one form. For vertical tiles (kSplitRows): one chunk, kv_heads == heads, kv_blocks = tiles
+// of the compact columns, and mask.column_list is given.
 struct KeyParams {
     Shape shape;
     Mask mask;
@@ -46,70 +52,93 @@ struct KeyParams {
 template <typename Plan>
 struct KeyShared {
     static constexpr int kKeyBlocks = Plan::kKeyBlocks;
-    static constexpr int kConsumers = kKeyBlocks;
+    static constexpr int kConsumers = Plan::kConsumers;
     static constexpr int kStages = Plan::kStages;
-    using Entry = TileEntry<kKeyBlocks>;
+    using Entry = TileEntry<kConsumers>;
     alignas(1024) uint8_t k[kKeyBlocks][Plan::kTileBytes];
     alignas(1024) uint8_t v[kKeyBlocks][Plan::kTileBytes];
     alignas(1024) uint8_t q[Plan::kStages][Plan::kTileBytes];
     alignas(1024) uint8_t dout[Plan::kStages][Plan::kTileBytes];
     alignas(16) float lse[Plan::kStages][64];
     alignas(16) float delta[Plan::kStages][64];
-    TileEntry<kKeyBlocks> queue[Plan::kQueue];
-    TileEntry<kKeyBlocks> loaded[Plan::kStages];
+    Entry queue[Plan::kQueue];
+    Entry loaded[Plan::kStages];
     RingBarriers<Plan::kQueue> listing;
     RingBarriers<Plan::kStages> ring;
     uint64_t keys_full[kKeyBlocks], keys_empty[kKeyBlocks];
-    TicketLists<kKeyBlocks> tickets;
+    TicketLists<kConsumers> tickets;
 
     __device__ void init() {
         tickets.init();
         listing.init(1);
-        ring.init(4 * kKeyBlocks);
+        ring.init(4 * kConsumers);
         for (int w = 0; w < kKeyBlocks; ++w) {
             mbarrier_init(&keys_full[w], 1);
-            mbarrier_init(&keys_empty[w], 4);
+            mbarrier_init(&keys_empty[w], 4 * kConsumers / kKeyBlocks);
         }
         mbarrier_init_fence();
     }
 };
 
-// The keys of one visit, heaviest (first keys) to lightest. Slash: (batch, kv head) outermost, so that CTAs that run
-// together share queries. Vertical: tiles of all heads by weight, since they are few and each has its own queries.
+// The keys of one visit, heaviest (first keys) to lightest. Key blocks: (batch, kv head) outermost, so that CTAs that run
+// together share queries. Column tiles: those of all heads by weight, since they are few and each head has queries of
+// its own.
+template <typename Plan>
 struct KeyTile {
     int batch, kv_head, chunk, first;
 
-    template <int kKeyBlocks>
-    __device__ static __forceinline__ KeyTile at(const Shape& shape, bool vertical, int index) {
-        const int steps = (shape.kv_blocks + kKeyBlocks - 1) / kKeyBlocks;
+    __device__ static __forceinline__ KeyTile at(const Shape& shape, int index) {
         const int heads = shape.batch * shape.kv_heads;
         KeyTile tile;
         tile.chunk = index % shape.chunks;
         index /= shape.chunks;
-        tile.first = (vertical ? index / heads : index % steps) * kKeyBlocks;
-        index = vertical ? index % heads : index / steps;
+        tile.first = (Plan::kSplitRows ? index / heads : index % steps(shape)) * Plan::kKeyBlocks;
+        index = Plan::kSplitRows ? index % heads : index / steps(shape);
         tile.kv_head = index % shape.kv_heads;
         tile.batch = index / shape.kv_heads;
         return tile;
     }
 
-    template <int kKeyBlocks>
+    __host__ __device__ static int steps(const Shape& shape) {
+        return (shape.kv_blocks + Plan::kKeyBlocks - 1) / Plan::kKeyBlocks;
+    }
+
     __host__ __device__ static int count(const Shape& shape) {
-        return shape.batch * shape.kv_heads * shape.chunks * ((shape.kv_blocks + kKeyBlocks - 1) / kKeyBlocks);
+        return shape.batch * shape.kv_heads * shape.chunks * steps(shape);
+    }
+};
+
+// The items of one CTA. With kSplitRows that is one, its cluster's: clusters are launched heaviest first as
+// multiprocessors fall free, which deals items of very different weight out evenly.
+template <typename Plan>
+struct KeyItems {
+    int count, item;
+    PersistentLoop loop;
+
+    __device__ __forceinline__ explicit KeyItems(const Shape& shape) : count(KeyTile<Plan>::count(shape)) {
+        item = Plan::kSplitRows ? static_cast<int>(blockIdx.x) / Plan::kCluster : loop.item;
+    }
+
+    __device__ __forceinline__ bool left() const { return item < count; }
+
+    __device__ __forceinline__ void advance() {
+        loop.advance();
+        item = Plan::kSplitRows ? count : loop.item;
     }
 };
 
 template <typename Plan>
 struct KeyScout {
     static constexpr int kKeyBlocks = Plan::kKeyBlocks;
-    using Entry = TileEntry<kKeyBlocks>;
+    static constexpr int kConsumers = Plan::kConsumers;
+    using Entry = typename KeyShared<Plan>::Entry;
 
     const Shape& shape;
     const Mask& mask;
     KeyShared<Plan>& shared;
     RingPosition<Plan::kQueue> position;
 
-    __device__ __forceinline__ void list(int head, int index, uint32_t diagonal, const uint64_t (&keys)[kKeyBlocks]) {
+    __device__ __forceinline__ void list(int head, int index, uint32_t diagonal, const uint64_t (&keys)[kConsumers]) {
         if (warp_leader()) {
             const int s = position.stage;
             mbarrier_wait(&shared.listing.empty[s], position.parity ^ 1);
@@ -118,14 +147,14 @@ struct KeyScout {
             entry.index = index;
             entry.diagonal = diagonal;
 #pragma unroll
-            for (int w = 0; w < kKeyBlocks; ++w) entry.columns[w] = keys[w];
+            for (int w = 0; w < kConsumers; ++w) entry.columns[w] = keys[w];
             mbarrier_arrive(&shared.listing.full[s]);
         }
         position.advance();
     }
 
     __device__ __forceinline__ void mark(int kind, int index) {
-        const uint64_t none[kKeyBlocks] = {};
+        const uint64_t none[kConsumers] = {};
         list(kind, index, 0, none);
     }
 
@@ -133,7 +162,7 @@ struct KeyScout {
         return mask.slash_words + (int64_t{batch} * shape.heads + head) * ((shape.blocks + 63) / 64);
     }
 
-    __device__ __forceinline__ void slash_rows(const KeyTile& tile) {
+    __device__ __forceinline__ void slash_rows(const KeyTile<Plan>& tile) {
         KeyBlocks<kKeyBlocks> keys;
         const int32_t* blocks = mask.kv_blocks + int64_t{tile.chunk} * shape.kv_blocks;
 #pragma unroll
@@ -150,56 +179,63 @@ struct KeyScout {
                     return keys.need(bits, block, __ldg(mask.doc_start + block));
                 },
                 [&](int index, Need need) {
-                    uint64_t all[kKeyBlocks];
+                    uint64_t all[kConsumers];
 #pragma unroll
-                    for (int w = 0; w < kKeyBlocks; ++w) all[w] = (need.needed >> w & 1) ? kAllColumns : 0;
+                    for (int w = 0; w < kConsumers; ++w) all[w] = (need.needed >> w & 1) ? kAllColumns : 0;
                     list(head, index, need.diagonal, all);
                 });
         }
     }
 
-    // Rows that attend some of the columns; the lanes hold the columns.
-    __device__ __forceinline__ void vertical_rows(const KeyTile& tile) {
+    // This CTA's share of the rows that attend some of the columns (which the lanes hold), one warpgroup after the
+    // other. CTA r of the cluster takes the rows r, r + kCluster, ...
+    __device__ __forceinline__ void column_rows(const KeyTile<Plan>& tile) {
+        constexpr int kUnroll = 4;  // rows whose loads are in flight together
         const int lane = threadIdx.x % 32;
         const int32_t* columns = mask.column_list + (int64_t{tile.batch} * shape.heads + tile.kv_head) * shape.columns;
-        int held[kKeyBlocks][2];
+        int held[2];
 #pragma unroll
-        for (int w = 0; w < kKeyBlocks; ++w) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int slot = (tile.first + w) * 64 + half * 32 + lane;
-                held[w][half] = slot < shape.columns ? __ldg(columns + slot) : -1;
-            }
+        for (int half = 0; half < 2; ++half) {
+            const int slot = tile.first * 64 + half * 32 + lane;
+            held[half] = slot < shape.columns ? __ldg(columns + slot) : -1;
         }
-        QueryBlocks<1> row;
-        row.words = words(tile.batch, tile.kv_head);
-        for (int index = shape.q_blocks - 1; index >= 0; --index) {
-            row.block[0] = __ldg(mask.q_blocks + index);
-            row.start[0] = __ldg(mask.doc_start + row.block[0]);
-            uint64_t bits[kKeyBlocks];
-            bool any = false;
+        QueryBlocks<kUnroll> rows;
+        rows.words = words(tile.batch, tile.kv_head);
+        int turn = 0;
+        const int share = static_cast<int>(blockIdx.x) % Plan::kCluster;
+        for (int row = (shape.q_blocks - 1 - share) / Plan::kCluster; row >= 0; row -= kUnroll) {
+            uint64_t bits[kUnroll];
 #pragma unroll
-            for (int w = 0; w < kKeyBlocks; ++w) {
-                const uint32_t low = __ballot_sync(0xFFFFFFFF, row.column_active(0, held[w][0]));
-                const uint32_t high = __ballot_sync(0xFFFFFFFF, row.column_active(0, held[w][1]));
-                bits[w] = static_cast<uint64_t>(high) << 32 | low;
-                any |= bits[w] != 0;
+            for (int u = 0; u < kUnroll; ++u) {
+                rows.block[u] = row >= u ? __ldg(mask.q_blocks + (row - u) * Plan::kCluster + share) : kNoBlock;
+                rows.start[u] = row >= u ? __ldg(mask.doc_start + rows.block[u]) : 0;
             }
-            if (any) list(tile.kv_head, index, 0, bits);
+#pragma unroll
+            for (int u = 0; u < kUnroll; ++u) {
+                const uint32_t low = __ballot_sync(0xFFFFFFFF, rows.column_active(u, held[0]));
+                const uint32_t high = __ballot_sync(0xFFFFFFFF, rows.column_active(u, held[1]));
+                bits[u] = static_cast<uint64_t>(high) << 32 | low;
+            }
+#pragma unroll
+            for (int u = 0; u < kUnroll; ++u) {
+                if (bits[u] == 0) continue;
+                const uint64_t one[kConsumers] = {turn == 0 ? bits[u] : 0, turn == 1 ? bits[u] : 0};
+                list(tile.kv_head, (row - u) * Plan::kCluster + share, 0, one);
+                turn ^= 1;
+            }
         }
     }
 
     __device__ __forceinline__ void run() {
-        for (PersistentLoop work; work.item < KeyTile::count<kKeyBlocks>(shape); work.advance()) {
-            const int t = work.item;
-            const KeyTile tile = KeyTile::at<kKeyBlocks>(shape, mask.column_list != nullptr, t);
-            mark(Entry::kBegin, t);
-            if (mask.column_list != nullptr) {
-                vertical_rows(tile);
+        for (KeyItems<Plan> items(shape); items.left(); items.advance()) {
+            const auto tile = KeyTile<Plan>::at(shape, items.item);
+            mark(Entry::kBegin, items.item);
+            if constexpr (Plan::kSplitRows) {
+                column_rows(tile);
             } else {
                 slash_rows(tile);
             }
-            mark(Entry::kEnd, t);
+            mark(Entry::kEnd, items.item);
         }
         mark(Entry::kStop, 0);
     }
@@ -209,7 +245,7 @@ struct KeyScout {
 template <typename Plan>
 struct KeyLoader {
     static constexpr int kKeyBlocks = Plan::kKeyBlocks;
-    using Entry = TileEntry<kKeyBlocks>;
+    using Entry = typename KeyShared<Plan>::Entry;
 
     const KeyParams& params;
     const KeyMaps& maps;
@@ -220,7 +256,7 @@ struct KeyLoader {
     int batch = 0;
 
     __device__ __forceinline__ void begin(int index) {
-        const KeyTile tile = KeyTile::at<kKeyBlocks>(params.shape, params.mask.column_list != nullptr, index);
+        const auto tile = KeyTile<Plan>::at(params.shape, index);
         batch = tile.batch;
 #pragma unroll
         for (int w = 0; w < kKeyBlocks; ++w) {

@@ -139,6 +139,27 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Every thread of a cluster that has not ended; memory written before is visible after, in all of its CTAs.
+__device__ __forceinline__ void cluster_barrier() {
+    asm volatile(
+        "barrier.cluster.arrive.release.aligned;\n"
+        "barrier.cluster.wait.acquire.aligned;\n" ::
+            : "memory");
+}
+
+// A float of the shared memory of CTA `rank` of the cluster, at the place where `mine` is in this CTA.
+__device__ __forceinline__ float load_from_cluster(const float* mine, uint32_t rank) {
+    float value;
+    asm volatile(
+        "{\n.reg .u32 there;\n"
+        "mapa.shared::cluster.u32 there, %1, %2;\n"
+        "ld.shared::cluster.f32 %0, [there];\n}\n"
+        : "=f"(value)
+        : "r"(smem_address(mine)), "r"(rank)
+        : "memory");
+    return value;
+}
+
 // --- arithmetic
 // -------------------------------------------------------------------------------------------------------
 

@@ -50,11 +50,59 @@ struct DkdvConsumer {
         }
     }
 
-    // dk lacks the factor `scale`.
+    // dk lacks the factor `scale`. The scores of the next tile follow the products of this one without a gap.
     __device__ __forceinline__ void walk(Gradient& dk, Gradient& dv) {
-        const uint32_t k = smem_address(shared.k[reader.warpgroup]), v = smem_address(shared.v[reader.warpgroup]);
+        const int mine = Plan::kSplitRows ? 0 : reader.warpgroup;
+        const uint32_t k = smem_address(shared.k[mine]), v = smem_address(shared.v[mine]);
         int held = kNone;
         int now = reader.next_tile(held);
+#ifdef BWD_PIPE_KV
+        if (now == kNone) return;
+        float scores[32];
+        wgmma_fence();
+        multiply_nt<T, kHeadDim>(scores, k, smem_address(shared.q[now]));
+        wgmma_commit();
+        while (true) {
+            const uint32_t q = smem_address(shared.q[now]), dout = smem_address(shared.dout[now]);
+            float dp[32];
+            uint32_t operand_p[16], operand_ds[16];
+            wgmma_fence();
+            multiply_nt<T, kHeadDim>(dp, v, dout);
+            wgmma_commit();
+            wgmma_wait<1>();
+            pin(scores);
+            weigh(scores, now);
+            pin(scores);
+            wgmma_wait<0>();
+            pin(dp);
+            to_operand<T>(scores, operand_p);
+            differentiate(scores, dp, now);
+            to_operand<T>(scores, operand_ds);
+            pin(operand_p);
+            pin(operand_ds);
+            pin(dv);
+            pin(dk);
+            wgmma_fence();
+            multiply_nn<T, kHeadDim>(dv, operand_p, dout);
+            multiply_nn<T, kHeadDim>(dk, operand_ds, q);
+            wgmma_commit();
+            held = now;
+            now = reader.next_tile(held);
+            if (now == kNone) break;
+            wgmma_fence();
+            multiply_nt<T, kHeadDim>(scores, k, smem_address(shared.q[now]));
+            wgmma_commit();
+            wgmma_wait<1>();
+            pin(dk);
+            pin(dv);
+            reader.done(held);
+            held = kNone;
+        }
+        wgmma_wait<0>();
+        pin(dk);
+        pin(dv);
+        reader.done(held);
+#else
         while (now != kNone) {
             const uint32_t q = smem_address(shared.q[now]), dout = smem_address(shared.dout[now]);
             float scores[32], dp[32];
@@ -90,13 +138,55 @@ struct DkdvConsumer {
             held = kNone;
             now = following;
         }
+#endif
     }
 
-    __device__ __forceinline__ void store(const KeyTile& tile, const ChunkView<float>& view, const Gradient& gradient,
-                                          float factor) const {
+    // Adds up what the warpgroups of the cluster found of the same keys, always in the same order: the two of a CTA, then
+    // the CTAs. Returns whether this warpgroup has the sums, which travel in the ring's memory: its tiles have all been
+    // used.
+    __device__ __forceinline__ bool combine(Gradient& dk, Gradient& dv) {
+        using Part = float[kHeadDim / 2][128];
+        static_assert(2 * sizeof(Part) <= sizeof(shared.q) && Plan::kConsumers == 2 && Plan::kCluster == 2);
+        Part* parts = reinterpret_cast<Part*>(shared.q);
+        const bool first_cta = blockIdx.x % Plan::kCluster == 0, first = reader.warpgroup == 0;
+        named_barrier(1, 128 * Plan::kConsumers);  // both have worked off their tiles
+        if (!first) write_parts(parts, dk, dv);
+        named_barrier(1, 128 * Plan::kConsumers);
+        if (first) {
+#pragma unroll
+            for (int i = 0; i < kHeadDim / 2; ++i) {
+                dk[i] += parts[0][i][thread];
+                dv[i] += parts[1][i][thread];
+            }
+            if (!first_cta) write_parts(parts, dk, dv);
+        }
+        cluster_barrier();
+        if (first && first_cta) {
+#pragma unroll
+            for (int i = 0; i < kHeadDim / 2; ++i) {
+                dk[i] += load_from_cluster(&parts[0][i][thread], 1);
+                dv[i] += load_from_cluster(&parts[1][i][thread], 1);
+            }
+        }
+        cluster_barrier();  // no CTA ends before its memory has been read
+        return first && first_cta;
+    }
+
+    template <typename Part>
+    __device__ __forceinline__ void write_parts(Part* parts, const Gradient& dk, const Gradient& dv) const {
+#pragma unroll
+        for (int i = 0; i < kHeadDim / 2; ++i) {
+            parts[0][i][thread] = dk[i];
+            parts[1][i][thread] = dv[i];
+        }
+    }
+
+    __device__ __forceinline__ void store(const KeyTile<Plan>& tile, const ChunkView<float>& view,
+                                          const Gradient& gradient, float factor) const {
+        const int block = tile.first + (Plan::kSplitRows ? 0 : reader.warpgroup);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int row = (tile.first + reader.warpgroup) * kBlock + (thread / 32) * 16 + (thread % 32) / 4 + 8 * r;
+            const int row = block * kBlock + (thread / 32) * 16 + (thread % 32) / 4 + 8 * r;
             if (row >= params.key_rows) continue;
             float* to = view.data + tile.chunk * view.chunk_stride + tile.batch * view.batch_stride +
                         row * view.row_stride + tile.kv_head * view.head_stride + 2 * (thread % 4);
@@ -111,16 +201,20 @@ struct DkdvConsumer {
     __device__ __forceinline__ void run() {
         uint32_t parity = 0;
         scale_log2 = params.scale * static_cast<float>(M_LOG2E);
-        for (PersistentLoop work; work.item < KeyTile::count<Plan::kKeyBlocks>(params.shape); work.advance()) {
+        const int mine = Plan::kSplitRows ? 0 : reader.warpgroup;
+        for (KeyItems<Plan> items(params.shape); items.left(); items.advance()) {
             Gradient dk, dv;
 #pragma unroll
             for (int i = 0; i < kHeadDim / 2; ++i) dk[i] = dv[i] = 0.0f;
-            mbarrier_wait(&shared.keys_full[reader.warpgroup], parity);
+            mbarrier_wait(&shared.keys_full[mine], parity);
             parity ^= 1;
             walk(dk, dv);
-            release(&shared.keys_empty[reader.warpgroup]);
-            const KeyTile tile =
-                KeyTile::at<Plan::kKeyBlocks>(params.shape, params.mask.column_list != nullptr, work.item);
+            const auto tile = KeyTile<Plan>::at(params.shape, items.item);
+            if constexpr (Plan::kSplitRows) {
+                if (!combine(dk, dv)) return;
+            } else {
+                release(&shared.keys_empty[mine]);
+            }
             store(tile, params.dv, dv, 1.0f);
             store(tile, params.dk, dk, params.scale);
         }

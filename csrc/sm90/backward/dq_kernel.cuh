@@ -66,6 +66,46 @@ struct DqConsumer {
         int held = kNone;
         int now = reader.next_tile(held);
         if (now == kNone) return false;
+#ifdef BWD_PIPE_Q
+        float scores[32];
+        wgmma_fence();
+        multiply_nt<T, kHeadDim>(scores, q, smem_address(shared.k[now]));
+        wgmma_commit();
+        while (true) {
+            float dp[32];
+            uint32_t operand[16];
+            wgmma_fence();
+            multiply_nt<T, kHeadDim>(dp, dout, smem_address(shared.v[now]));
+            wgmma_commit();
+            wgmma_wait<1>();
+            pin(scores);
+            weigh(scores, now);
+            pin(scores);
+            wgmma_wait<0>();
+            pin(dp);
+#pragma unroll
+            for (int i = 0; i < 32; ++i) scores[i] *= dp[i] - delta[(i / 2) % 2];
+            to_operand<T>(scores, operand);
+            pin(operand);
+            pin(dq);
+            wgmma_fence();
+            multiply_nn<T, kHeadDim>(dq, operand, smem_address(shared.k[now]));
+            wgmma_commit();
+            held = now;
+            now = reader.next_tile(held);
+            if (now == kNone) break;
+            wgmma_fence();
+            multiply_nt<T, kHeadDim>(scores, q, smem_address(shared.k[now]));
+            wgmma_commit();
+            wgmma_wait<1>();
+            pin(dq);
+            reader.done(held);
+            held = kNone;
+        }
+        wgmma_wait<0>();
+        pin(dq);
+        reader.done(held);
+#else
         while (now != kNone) {
             float scores[32], dp[32];
             uint32_t operand[16];
@@ -96,6 +136,7 @@ struct DqConsumer {
             held = kNone;
             now = following;
         }
+#endif
         return true;
     }
 
