@@ -203,7 +203,8 @@ struct KeyScout {
         rows.words = words(tile.batch, tile.kv_head);
         int turn = 0;
         const int share = static_cast<int>(blockIdx.x) % Plan::kCluster;
-        for (int row = (shape.q_blocks - 1 - share) / Plan::kCluster; row >= 0; row -= kUnroll) {
+        const int rows_here = (shape.q_blocks - share + Plan::kCluster - 1) / Plan::kCluster;
+        for (int row = rows_here - 1; row >= 0; row -= kUnroll) {
             uint64_t bits[kUnroll];
 #pragma unroll
             for (int u = 0; u < kUnroll; ++u) {

@@ -139,6 +139,11 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Adds two floats to global memory (8-byte boundary) without reading them first; subnormal sums become 0.
+__device__ __forceinline__ void global_add(float* to, float x, float y) {
+    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
+}
+
 // Every thread of a cluster that has not ended; memory written before is visible after, in all of its CTAs.
 __device__ __forceinline__ void cluster_barrier() {
     asm volatile(
