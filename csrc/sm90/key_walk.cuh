@@ -7,6 +7,8 @@
 // whose warpgroups deal its rows out among themselves and add up what they found.
 #pragma once
 
+#include <climits>
+
 #include "sm90/row_walk.cuh"
 
 namespace mtraining::sm90 {
@@ -188,40 +190,43 @@ struct KeyScout {
     }
 
     // This CTA's share of the rows that attend some of the columns (which the lanes hold), one warpgroup after the
-    // other. CTA r of the cluster takes the rows r, r + kCluster, ...
+    // other. CTA r of the cluster takes the rows r, r + kCluster, ... Most rows lie before all of the columns or
+    // after some: 32 are looked at together.
     __device__ __forceinline__ void column_rows(const KeyTile<Plan>& tile) {
-        constexpr int kUnroll = 4;  // rows whose loads are in flight together
         const int lane = threadIdx.x % 32;
         const int32_t* columns = mask.column_list + (int64_t{tile.batch} * shape.heads + tile.kv_head) * shape.columns;
-        int held[2];
+        int held[2], lowest = INT_MAX, highest = -1;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int slot = tile.first * 64 + half * 32 + lane;
             held[half] = slot < shape.columns ? __ldg(columns + slot) : -1;
+            if (held[half] >= 0) lowest = min(lowest, held[half] >> 6);
+            highest = max(highest, held[half] >> 6);
         }
-        QueryBlocks<kUnroll> rows;
-        rows.words = words(tile.batch, tile.kv_head);
+        lowest = __reduce_min_sync(0xFFFFFFFF, lowest);
+        highest = __reduce_max_sync(0xFFFFFFFF, highest);
+        QueryBlocks<1> row;
+        row.words = words(tile.batch, tile.kv_head);
         int turn = 0;
         const int share = static_cast<int>(blockIdx.x) % Plan::kCluster;
-        const int rows_here = (shape.q_blocks - share + Plan::kCluster - 1) / Plan::kCluster;
-        for (int row = rows_here - 1; row >= 0; row -= kUnroll) {
-            uint64_t bits[kUnroll];
-#pragma unroll
-            for (int u = 0; u < kUnroll; ++u) {
-                rows.block[u] = row >= u ? __ldg(mask.q_blocks + (row - u) * Plan::kCluster + share) : kNoBlock;
-                rows.start[u] = row >= u ? __ldg(mask.doc_start + rows.block[u]) : 0;
-            }
-#pragma unroll
-            for (int u = 0; u < kUnroll; ++u) {
-                const uint32_t low = __ballot_sync(0xFFFFFFFF, rows.column_active(u, held[0]));
-                const uint32_t high = __ballot_sync(0xFFFFFFFF, rows.column_active(u, held[1]));
-                bits[u] = static_cast<uint64_t>(high) << 32 | low;
-            }
-#pragma unroll
-            for (int u = 0; u < kUnroll; ++u) {
-                if (bits[u] == 0) continue;
-                const uint64_t one[kConsumers] = {turn == 0 ? bits[u] : 0, turn == 1 ? bits[u] : 0};
-                list(tile.kv_head, (row - u) * Plan::kCluster + share, 0, one);
+        const int rows = (shape.q_blocks - share + Plan::kCluster - 1) / Plan::kCluster;
+        for (int base = (rows - 1) / 32 * 32; rows > 0 && base >= 0; base -= 32) {
+            const bool real = base + lane < rows;
+            const int block = real ? __ldg(mask.q_blocks + (base + lane) * Plan::kCluster + share) : 0;
+            const int start = real ? __ldg(mask.doc_start + block) : 0;
+            uint32_t found = __ballot_sync(0xFFFFFFFF, real && block > lowest && start <= highest);
+            while (found != 0) {
+                const int source = 31 - __clz(found);
+                found ^= 1u << source;
+                row.block[0] = __shfl_sync(0xFFFFFFFF, block, source);
+                row.start[0] = __shfl_sync(0xFFFFFFFF, start, source);
+                const bool low_active = row.column_active(0, held[0]), high_active = row.column_active(0, held[1]);
+                const uint32_t low = __ballot_sync(0xFFFFFFFF, low_active);
+                const uint32_t high = __ballot_sync(0xFFFFFFFF, high_active);
+                const uint64_t bits = static_cast<uint64_t>(high) << 32 | low;
+                if (bits == 0) continue;
+                const uint64_t one[kConsumers] = {turn == 0 ? bits : 0, turn == 1 ? bits : 0};
+                list(tile.kv_head, (base + source) * Plan::kCluster + share, 0, one);
                 turn ^= 1;
             }
         }

@@ -5,6 +5,7 @@
 // warpgroup runs during the products of the other.
 #pragma once
 
+#include "sm90/backward/eager_reader.cuh"
 #include "sm90/key_walk.cuh"
 #include "sm90/softmax.cuh"
 
@@ -13,30 +14,43 @@ namespace mtraining::sm90 {
 template <typename T, typename Plan>
 struct DkdvConsumer {
     static constexpr int kHeadDim = Plan::kHeadDim;
-    static constexpr int kNone = TileReader<KeyShared<Plan>>::kNone;
+    using Reader = EagerReader<KeyShared<Plan>>;
+    using Cut = typename Reader::Cut;
+    static constexpr int kNone = Reader::kNone;
+    static constexpr int kEarly = KEARLY;  // denominators loaded while the scores are computed
     using Gradient = float[kHeadDim / 2];
 
     const KeyParams& params;
     KeyShared<Plan>& shared;
-    TileReader<KeyShared<Plan>> reader;
+    Reader reader;
     int thread;  // of the warpgroup
     float scale_log2;
 
-    // Transposed scores to P^T in place.
-    __device__ __forceinline__ void weigh(float (&scores)[32], int stage) {
-        const float* lse = shared.lse[stage] + 2 * (thread % 4);
+    // log2 of the softmax denominators of this thread's columns (queries) 8 j, 8 j + 1 from `first` on.
+    template <int kCount>
+    __device__ __forceinline__ void load_lse(float (&lse2)[kCount], int first, int stage) const {
+        const float* lse = shared.lse[stage] + 2 * (thread % 4) + 8 * first;
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
+        for (int j = 0; j < kCount / 2; ++j) {
             const float2 of_columns = *reinterpret_cast<const float2*>(lse + 8 * j);
-            const float lse2[2] = {lse_log2(of_columns.x), lse_log2(of_columns.y)};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                scores[4 * j + i] = exp2_approx(fmaf(scores[4 * j + i], scale_log2, -lse2[i % 2]));
-            }
+            lse2[2 * j] = lse_log2(of_columns.x);
+            lse2[2 * j + 1] = lse_log2(of_columns.y);
         }
-        const uint64_t keys = reader.columns(stage);
-        if (reader.diagonal(stage)) mask_diagonal_transposed(scores, thread, 0.0f);
-        if (keys != kAllColumns) mask_rows(scores, thread, keys, 0.0f);
+    }
+
+    // Transposed scores to P^T in place; `early` are the denominators of the first columns.
+    __device__ __forceinline__ void weigh(float (&scores)[32], const float (&early)[kEarly], int stage) {
+        float late[16 - kEarly];
+        load_lse(late, kEarly / 2, stage);
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+            const int column = 2 * (i / 4) + i % 2;
+            const float lse2 = column < kEarly ? early[column % kEarly] : late[(column - kEarly + 16) % (16 - kEarly)];
+            scores[i] = exp2_approx(fmaf(scores[i], scale_log2, -lse2));
+        }
+        const Cut cut = reader.cut(stage);
+        if (cut.diagonal) mask_diagonal_transposed(scores, thread, 0.0f);
+        if (cut.slots != kAllColumns) mask_rows(scores, thread, cut.slots, 0.0f);
     }
 
     // P^T to dS^T in place.
@@ -50,95 +64,70 @@ struct DkdvConsumer {
         }
     }
 
-    // dk lacks the factor `scale`. The scores of the next tile follow the products of this one without a gap.
-    __device__ __forceinline__ void walk(Gradient& dk, Gradient& dv) {
+    __device__ __forceinline__ void start_scores(float (&scores)[32], int stage) {
         const int mine = Plan::kSplitRows ? 0 : reader.warpgroup;
-        const uint32_t k = smem_address(shared.k[mine]), v = smem_address(shared.v[mine]);
+        wgmma_fence();
+        multiply_nt<T, kHeadDim>(scores, tile_address(shared.k[mine]), tile_address(shared.q[stage]));
+        wgmma_commit();
+    }
+
+    // The loop body: P^T and dS^T of the tile in `stage`, whose scores are under way, and the start of the products that
+    // add them to dv and dk. Returns the next tile, if it can be told without waiting.
+    __device__ __forceinline__ int add_tile(float (&scores)[32], Gradient& dk, Gradient& dv, int stage) {
+        const int mine = Plan::kSplitRows ? 0 : reader.warpgroup;
+        const uint32_t q = tile_address(shared.q[stage]), dout = tile_address(shared.dout[stage]);
+        float dp[32], early[kEarly];
+        uint32_t operand_p[16], operand_ds[16];
+        wgmma_fence();
+        multiply_nt<T, kHeadDim>(dp, tile_address(shared.v[mine]), dout);
+        wgmma_commit();
+        load_lse(early, 0, stage);
+        const int following = reader.look_ahead();
+        pin(early);
+        wgmma_wait<1>();
+        pin(scores);
+        weigh(scores, early, stage);
+        pin(scores);
+        wgmma_wait<0>();
+        pin(dp);
+        to_operand<T>(scores, operand_p);
+        differentiate(scores, dp, stage);
+        to_operand<T>(scores, operand_ds);
+        pin(operand_p);
+        pin(operand_ds);
+        pin(dv);
+        pin(dk);
+        wgmma_fence();
+        multiply_nn<T, kHeadDim>(dv, operand_p, dout);
+        multiply_nn<T, kHeadDim>(dk, operand_ds, q);
+        wgmma_commit();
+        return following;
+    }
+
+    // dk lacks the factor `scale`. The scores of the next tile are started behind the products of this one.
+    __device__ __forceinline__ void walk(Gradient& dk, Gradient& dv) {
         int held = kNone;
         int now = reader.next_tile(held);
-#ifdef BWD_PIPE_KV
         if (now == kNone) return;
         float scores[32];
-        wgmma_fence();
-        multiply_nt<T, kHeadDim>(scores, k, smem_address(shared.q[now]));
-        wgmma_commit();
+        start_scores(scores, now);
         while (true) {
-            const uint32_t q = smem_address(shared.q[now]), dout = smem_address(shared.dout[now]);
-            float dp[32];
-            uint32_t operand_p[16], operand_ds[16];
-            wgmma_fence();
-            multiply_nt<T, kHeadDim>(dp, v, dout);
-            wgmma_commit();
-            wgmma_wait<1>();
-            pin(scores);
-            weigh(scores, now);
-            pin(scores);
-            wgmma_wait<0>();
-            pin(dp);
-            to_operand<T>(scores, operand_p);
-            differentiate(scores, dp, now);
-            to_operand<T>(scores, operand_ds);
-            pin(operand_p);
-            pin(operand_ds);
-            pin(dv);
-            pin(dk);
-            wgmma_fence();
-            multiply_nn<T, kHeadDim>(dv, operand_p, dout);
-            multiply_nn<T, kHeadDim>(dk, operand_ds, q);
-            wgmma_commit();
+            int following = add_tile(scores, dk, dv, now);
             held = now;
-            now = reader.next_tile(held);
-            if (now == kNone) break;
-            wgmma_fence();
-            multiply_nt<T, kHeadDim>(scores, k, smem_address(shared.q[now]));
-            wgmma_commit();
+            if (following == reader.kUnknown) following = reader.next_tile(held);
+            if (following == kNone) break;
+            start_scores(scores, following);
             wgmma_wait<1>();
-            pin(dk);
-            pin(dv);
-            reader.done(held);
-            held = kNone;
-        }
-        wgmma_wait<0>();
-        pin(dk);
-        pin(dv);
-        reader.done(held);
-#else
-        while (now != kNone) {
-            const uint32_t q = smem_address(shared.q[now]), dout = smem_address(shared.dout[now]);
-            float scores[32], dp[32];
-            uint32_t operand_p[16], operand_ds[16];
-            wgmma_fence();
-            multiply_nt<T, kHeadDim>(scores, k, q);
-            wgmma_commit();
-            multiply_nt<T, kHeadDim>(dp, v, dout);
-            wgmma_commit();
-            wgmma_wait<1>();
-            pin(scores);
-            weigh(scores, now);
-            pin(scores);
-            wgmma_wait<0>();
-            pin(dp);
-            to_operand<T>(scores, operand_p);
-            differentiate(scores, dp, now);
-            to_operand<T>(scores, operand_ds);
-            pin(operand_p);
-            pin(operand_ds);
-            pin(dv);
-            pin(dk);
-            wgmma_fence();
-            multiply_nn<T, kHeadDim>(dv, operand_p, dout);
-            multiply_nn<T, kHeadDim>(dk, operand_ds, q);
-            wgmma_commit();
-            held = now;
-            const int following = reader.next_tile(held);
-            wgmma_wait<0>();  // the tensor cores work in order: waiting here delays nothing and frees the operands
             pin(dk);
             pin(dv);
             reader.done(held);
             held = kNone;
             now = following;
         }
-#endif
+        wgmma_wait<0>();
+        pin(dk);
+        pin(dv);
+        reader.done(held);
     }
 
     // Adds up what the warpgroups of the cluster found of the same keys, always in the same order: the two of a CTA, then
@@ -235,7 +224,7 @@ __global__ __launch_bounds__(Plan::kThreads, 1) void dkdv_kernel(const __grid_co
         if (warp == 1) KeyScout<Plan>{params.shape, params.mask, shared}.run();
     } else {
         registers_acquire<Plan::kConsumerRegisters>();
-        DkdvConsumer<T, Plan>{params, shared, {shared, warp / 4 - 1}, static_cast<int>(threadIdx.x) % 128}.run();
+        DkdvConsumer<T, Plan>{params, shared, {{shared, warp / 4 - 1}}, static_cast<int>(threadIdx.x) % 128}.run();
     }
 }
 
