@@ -73,10 +73,10 @@ struct KeyShared {
     __device__ void init() {
         tickets.init();
         listing.init(1);
-        ring.init(4 * kConsumers);
+        ring.init(4 * kWarpArrivals * kConsumers);
         for (int w = 0; w < kKeyBlocks; ++w) {
             mbarrier_init(&keys_full[w], 1);
-            mbarrier_init(&keys_empty[w], 4 * kConsumers / kKeyBlocks);
+            mbarrier_init(&keys_empty[w], 4 * kWarpArrivals * kConsumers / kKeyBlocks);
         }
         mbarrier_init_fence();
     }

@@ -86,8 +86,8 @@ struct RowShared {
     __device__ void init() {
         tickets.init();
         listing.init(1);
-        ring.init(4 * kRowBlocks);
-        for (int w = 0; w < kRowBlocks; ++w) row_ring[w].init(4);
+        ring.init(4 * kWarpArrivals * kRowBlocks);
+        for (int w = 0; w < kRowBlocks; ++w) row_ring[w].init(4 * kWarpArrivals);
         mbarrier_init_fence();
     }
 };
@@ -244,7 +244,7 @@ struct TileDealer {
                 push(w, (end ? Tickets::kEnd << 4 : 0) | position.parity << 3 | s);
                 last[w] = end ? -1 : s;
             } else {
-                mbarrier_arrive(&shared.ring.empty[s], 4);
+                mbarrier_arrive(&shared.ring.empty[s], 4 * kWarpArrivals);
             }
         }
         position.advance();
