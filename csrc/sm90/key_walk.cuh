@@ -1,10 +1,11 @@
 // The walk of the kernel that owns keys (dK, dV): the transpose of row_walk.cuh.
 //
 // Key blocks: a CTA works on two neighbouring key blocks of one kv head, one a consumer warpgroup. The scout lists the
-// query blocks of every head of the group that any of them meets; the loader brings q, dout, lse and delta of each once.
+// query blocks of every head of the group that any of them meets; the loader brings q, dout, lse and delta of each
+// once.
 //
-// Tiles of compact columns of one query head are few and of very different weight: one is the work of a whole cluster,
-// whose warpgroups deal its rows out among themselves and add up what they found.
+// Tiles of compact columns of one query head are few and of very different weight: two neighbours are the work of a
+// whole cluster, whose CTAs deal the rows out among themselves and add up what they found.
 #pragma once
 
 #include <climits>
@@ -13,18 +14,17 @@
 
 namespace mtraining::sm90 {
 
-// kSplitRows: the warpgroups of a cluster share one tile of keys and deal its rows out, instead of a tile each.
-template <int kHeadDim_, bool kSplitRows_>
+// kCluster: CTAs that share the keys and deal the rows out; 1, or more for compact columns.
+template <int kHeadDim_, int kCluster_>
 struct KeyPlan {
     static constexpr int kHeadDim = kHeadDim_;
-    static constexpr bool kSplitRows = kSplitRows_;
-    static constexpr int kConsumers = 2;                   // warpgroups
-    static constexpr int kKeyBlocks = kSplitRows ? 1 : 2;  // of a CTA
-    static constexpr int kCluster = kSplitRows ? 2 : 1;    // CTAs
-    static constexpr int kThreads = 128 * (kConsumers + 1);
+    static constexpr int kCluster = kCluster_;
+    static constexpr bool kColumns = kCluster > 1;  // keys are compact columns
+    static constexpr int kKeyBlocks = 2;
+    static constexpr int kThreads = 128 * (kKeyBlocks + 1);
     static constexpr int kConsumerRegisters = 224;
     static constexpr int kProducerRegisters = 56;
-    static_assert(register_pool(kThreads) >= 128 * (kConsumers * kConsumerRegisters + kProducerRegisters));
+    static_assert(register_pool(kThreads) >= 128 * (kKeyBlocks * kConsumerRegisters + kProducerRegisters));
 
     static constexpr uint32_t kTileBytes = 64 * kHeadDim * 2;
     static constexpr uint32_t kStatisticsBytes = 64 * 4;
@@ -39,7 +39,7 @@ struct KeyMaps {
     CUtensorMap k, v, q, dout;
 };
 
-// Both backward operators in one form. For vertical tiles (kSplitRows): one chunk, kv_heads == heads, kv_blocks = tiles
+// Both backward operators in one form. For compact columns: one chunk, kv_heads == heads, kv_blocks = tiles
 // of the compact columns, and mask.column_list is given.
 struct KeyParams {
     Shape shape;
@@ -54,7 +54,7 @@ struct KeyParams {
 template <typename Plan>
 struct KeyShared {
     static constexpr int kKeyBlocks = Plan::kKeyBlocks;
-    static constexpr int kConsumers = Plan::kConsumers;
+    static constexpr int kConsumers = kKeyBlocks;
     static constexpr int kStages = Plan::kStages;
     using Entry = TileEntry<kConsumers>;
     alignas(1024) uint8_t k[kKeyBlocks][Plan::kTileBytes];
@@ -76,15 +76,15 @@ struct KeyShared {
         ring.init(4 * kWarpArrivals * kConsumers);
         for (int w = 0; w < kKeyBlocks; ++w) {
             mbarrier_init(&keys_full[w], 1);
-            mbarrier_init(&keys_empty[w], 4 * kWarpArrivals * kConsumers / kKeyBlocks);
+            mbarrier_init(&keys_empty[w], 4 * kWarpArrivals);
         }
         mbarrier_init_fence();
     }
 };
 
-// The keys of one visit, heaviest (first keys) to lightest. Key blocks: (batch, kv head) outermost, so that CTAs that run
-// together share queries. Column tiles: those of all heads by weight, since they are few and each head has queries of
-// its own.
+// The keys of one visit, heaviest (first keys) to lightest. Key blocks: (batch, kv head) outermost, so that CTAs that
+// run together share queries. Column tiles: those of all heads by weight, since they are few and each head has queries
+// of its own.
 template <typename Plan>
 struct KeyTile {
     int batch, kv_head, chunk, first;
@@ -94,8 +94,8 @@ struct KeyTile {
         KeyTile tile;
         tile.chunk = index % shape.chunks;
         index /= shape.chunks;
-        tile.first = (Plan::kSplitRows ? index / heads : index % steps(shape)) * Plan::kKeyBlocks;
-        index = Plan::kSplitRows ? index % heads : index / steps(shape);
+        tile.first = (Plan::kColumns ? index / heads : index % steps(shape)) * Plan::kKeyBlocks;
+        index = Plan::kColumns ? index % heads : index / steps(shape);
         tile.kv_head = index % shape.kv_heads;
         tile.batch = index / shape.kv_heads;
         return tile;
@@ -110,7 +110,7 @@ struct KeyTile {
     }
 };
 
-// The items of one CTA. With kSplitRows that is one, its cluster's: clusters are launched heaviest first as
+// The items of one CTA. With columns that is one, its cluster's: clusters are launched heaviest first as
 // multiprocessors fall free, which deals items of very different weight out evenly.
 template <typename Plan>
 struct KeyItems {
@@ -118,21 +118,20 @@ struct KeyItems {
     PersistentLoop loop;
 
     __device__ __forceinline__ explicit KeyItems(const Shape& shape) : count(KeyTile<Plan>::count(shape)) {
-        item = Plan::kSplitRows ? static_cast<int>(blockIdx.x) / Plan::kCluster : loop.item;
+        item = Plan::kColumns ? static_cast<int>(blockIdx.x) / Plan::kCluster : loop.item;
     }
 
     __device__ __forceinline__ bool left() const { return item < count; }
 
     __device__ __forceinline__ void advance() {
         loop.advance();
-        item = Plan::kSplitRows ? count : loop.item;
+        item = Plan::kColumns ? count : loop.item;
     }
 };
 
 template <typename Plan>
 struct KeyScout {
     static constexpr int kKeyBlocks = Plan::kKeyBlocks;
-    static constexpr int kConsumers = Plan::kConsumers;
     using Entry = typename KeyShared<Plan>::Entry;
 
     const Shape& shape;
@@ -140,7 +139,7 @@ struct KeyScout {
     KeyShared<Plan>& shared;
     RingPosition<Plan::kQueue> position;
 
-    __device__ __forceinline__ void list(int head, int index, uint32_t diagonal, const uint64_t (&keys)[kConsumers]) {
+    __device__ __forceinline__ void list(int head, int index, uint32_t diagonal, const uint64_t (&keys)[kKeyBlocks]) {
         if (warp_leader()) {
             const int s = position.stage;
             mbarrier_wait(&shared.listing.empty[s], position.parity ^ 1);
@@ -149,14 +148,14 @@ struct KeyScout {
             entry.index = index;
             entry.diagonal = diagonal;
 #pragma unroll
-            for (int w = 0; w < kConsumers; ++w) entry.columns[w] = keys[w];
+            for (int w = 0; w < kKeyBlocks; ++w) entry.columns[w] = keys[w];
             mbarrier_arrive(&shared.listing.full[s]);
         }
         position.advance();
     }
 
     __device__ __forceinline__ void mark(int kind, int index) {
-        const uint64_t none[kConsumers] = {};
+        const uint64_t none[kKeyBlocks] = {};
         list(kind, index, 0, none);
     }
 
@@ -181,53 +180,70 @@ struct KeyScout {
                     return keys.need(bits, block, __ldg(mask.doc_start + block));
                 },
                 [&](int index, Need need) {
-                    uint64_t all[kConsumers];
+                    uint64_t all[kKeyBlocks];
 #pragma unroll
-                    for (int w = 0; w < kConsumers; ++w) all[w] = (need.needed >> w & 1) ? kAllColumns : 0;
+                    for (int w = 0; w < kKeyBlocks; ++w) all[w] = (need.needed >> w & 1) ? kAllColumns : 0;
                     list(head, index, need.diagonal, all);
                 });
         }
     }
 
-    // This CTA's share of the rows that attend some of the columns (which the lanes hold), one warpgroup after the
-    // other. CTA r of the cluster takes the rows r, r + kCluster, ... Most rows lie before all of the columns or
-    // after some: 32 are looked at together.
-    __device__ __forceinline__ void column_rows(const KeyTile<Plan>& tile) {
-        const int lane = threadIdx.x % 32;
+    // The columns of the tiles, which the lanes hold, and the blocks they lie in.
+    struct HeldColumns {
+        int position[kKeyBlocks][2];  // -1: none
+        int lowest = INT_MAX, highest = -1;
+    };
+
+    __device__ __forceinline__ HeldColumns hold_columns(const KeyTile<Plan>& tile) const {
         const int32_t* columns = mask.column_list + (int64_t{tile.batch} * shape.heads + tile.kv_head) * shape.columns;
-        int held[2], lowest = INT_MAX, highest = -1;
+        HeldColumns held;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int slot = tile.first * 64 + half * 32 + lane;
-            held[half] = slot < shape.columns ? __ldg(columns + slot) : -1;
-            if (held[half] >= 0) lowest = min(lowest, held[half] >> 6);
-            highest = max(highest, held[half] >> 6);
+        for (int i = 0; i < 2 * kKeyBlocks; ++i) {
+            const int slot = tile.first * 64 + 32 * i + static_cast<int>(threadIdx.x) % 32;
+            const int position = slot < shape.columns ? __ldg(columns + slot) : -1;
+            held.position[i / 2][i % 2] = position;
+            if (position >= 0) held.lowest = min(held.lowest, position >> 6);
+            held.highest = max(held.highest, position >> 6);
         }
-        lowest = __reduce_min_sync(0xFFFFFFFF, lowest);
-        highest = __reduce_max_sync(0xFFFFFFFF, highest);
+        held.lowest = __reduce_min_sync(0xFFFFFFFF, held.lowest);
+        held.highest = __reduce_max_sync(0xFFFFFFFF, held.highest);
+        return held;
+    }
+
+    // This CTA's share of the rows that attend some of the columns: CTA r of the cluster takes the rows r, r +
+    // kCluster,
+    // ... Many lie before all of the columns: 32 rows are looked at together.
+    __device__ __forceinline__ void column_rows(const KeyTile<Plan>& tile) {
+        const HeldColumns held = hold_columns(tile);
         QueryBlocks<1> row;
         row.words = words(tile.batch, tile.kv_head);
-        int turn = 0;
         const int share = static_cast<int>(blockIdx.x) % Plan::kCluster;
         const int rows = (shape.q_blocks - share + Plan::kCluster - 1) / Plan::kCluster;
-        for (int base = (rows - 1) / 32 * 32; rows > 0 && base >= 0; base -= 32) {
-            const bool real = base + lane < rows;
-            const int block = real ? __ldg(mask.q_blocks + (base + lane) * Plan::kCluster + share) : 0;
-            const int start = real ? __ldg(mask.doc_start + block) : 0;
-            uint32_t found = __ballot_sync(0xFFFFFFFF, real && block > lowest && start <= highest);
+        for (int base = rows > 0 ? (rows - 1) / 32 * 32 : -1; base >= 0; base -= 32) {
+            const int lane = base + static_cast<int>(threadIdx.x) % 32;
+            const int block = lane < rows ? __ldg(mask.q_blocks + lane * Plan::kCluster + share) : kNoBlock;
+            const int start = lane < rows ? __ldg(mask.doc_start + block) : 0;
+            uint32_t found = __ballot_sync(0xFFFFFFFF, block > held.lowest && start <= held.highest);
             while (found != 0) {
                 const int source = 31 - __clz(found);
                 found ^= 1u << source;
                 row.block[0] = __shfl_sync(0xFFFFFFFF, block, source);
                 row.start[0] = __shfl_sync(0xFFFFFFFF, start, source);
-                const bool low_active = row.column_active(0, held[0]), high_active = row.column_active(0, held[1]);
-                const uint32_t low = __ballot_sync(0xFFFFFFFF, low_active);
-                const uint32_t high = __ballot_sync(0xFFFFFFFF, high_active);
-                const uint64_t bits = static_cast<uint64_t>(high) << 32 | low;
-                if (bits == 0) continue;
-                const uint64_t one[kConsumers] = {turn == 0 ? bits : 0, turn == 1 ? bits : 0};
-                list(tile.kv_head, (base + source) * Plan::kCluster + share, 0, one);
-                turn ^= 1;
+                bool active[kKeyBlocks][2];
+#pragma unroll
+                for (int i = 0; i < 2 * kKeyBlocks; ++i) {  // all loads are in flight before the first vote
+                    active[i / 2][i % 2] = row.column_active(0, held.position[i / 2][i % 2]);
+                }
+                uint64_t bits[kKeyBlocks];
+                bool any = false;
+#pragma unroll
+                for (int w = 0; w < kKeyBlocks; ++w) {
+                    const uint32_t low = __ballot_sync(0xFFFFFFFF, active[w][0]);
+                    const uint32_t high = __ballot_sync(0xFFFFFFFF, active[w][1]);
+                    bits[w] = static_cast<uint64_t>(high) << 32 | low;
+                    any |= bits[w] != 0;
+                }
+                if (any) list(tile.kv_head, (base + source) * Plan::kCluster + share, 0, bits);
             }
         }
     }
@@ -236,7 +252,7 @@ struct KeyScout {
         for (KeyItems<Plan> items(shape); items.left(); items.advance()) {
             const auto tile = KeyTile<Plan>::at(shape, items.item);
             mark(Entry::kBegin, items.item);
-            if constexpr (Plan::kSplitRows) {
+            if constexpr (Plan::kColumns) {
                 column_rows(tile);
             } else {
                 slash_rows(tile);

@@ -7,8 +7,8 @@
 
 namespace mtraining::sm90 {
 
-// Arrivals by which a warp releases a stage. racecheck does not see that __syncwarp orders the reads of all lanes before
-// the arrival of one; in a build for it every lane arrives for itself.
+// Arrivals by which a warp releases a stage. racecheck does not see that __syncwarp orders the reads of all lanes
+// before the arrival of one; in a build for it every lane arrives for itself.
 #ifdef MTRAINING_RACECHECK
 constexpr int kWarpArrivals = 32;
 #else

@@ -51,19 +51,6 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint64_t* barrier, uint32_t pa
     return done != 0;
 }
 
-// The same without waiting at all.
-__device__ __forceinline__ bool mbarrier_test_wait(uint64_t* barrier, uint32_t parity) {
-    uint32_t done;
-    asm volatile(
-        "{\n.reg .pred p;\n"
-        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.b32 %0, 1, 0, p;\n}\n"
-        : "=r"(done)
-        : "r"(smem_address(barrier)), "r"(parity)
-        : "memory");
-    return done != 0;
-}
-
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
 #ifdef MTRAINING_DEBUG_WAITS  // a wait that never ends becomes an error
     const int64_t start = clock64();

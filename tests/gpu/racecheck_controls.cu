@@ -1,12 +1,12 @@
-// What compute-sanitizer's racecheck makes of the ways in which the Hopper kernels hand shared memory over. Every pattern
-// but the last is free of races; `tools/gpu.sh sanitize` runs them under racecheck and compares with what is known of it:
+// What compute-sanitizer's racecheck makes of the ways in which the Hopper kernels hand shared memory over. Every
+// pattern but the last is free of races; `tools/gpu.sh sanitize` runs them under racecheck and compares with what is
+// known of it:
 //
-//   0 barrier       a word from one thread to 128; every reader arrives at the barrier that lets the writer go on: clean
-//   1 bulk copy     the same with a copy of the copy engine as the writer: clean
-//   2 warp release  as 0, but one lane arrives for its warp, after __syncwarp: reported (write after read)
-//   3 bulk release  as 1 with a warp's release: reported
-//   4 polled word   as 0, and the readers poll a word (st.release, ld.acquire) before they wait: the word is reported
-//   5 race          as 0, but the readers do not wait for the word: reported, rightly
+//   0 barrier       a word from one thread to 128; every reader arrives at the barrier that lets the writer go on:
+//   clean 1 bulk copy     the same with a copy of the copy engine as the writer: clean 2 warp release  as 0, but one
+//   lane arrives for its warp, after __syncwarp: reported (write after read) 3 bulk release  as 1 with a warp's
+//   release: reported 4 polled word   as 0, and the readers poll a word (st.release, ld.acquire) before they wait: the
+//   word is reported 5 race          as 0, but the readers do not wait for the word: reported, rightly
 //
 // Usage: racecheck_controls PATTERN. The sum that is printed shows that the hand-over worked.
 #include <cstdio>

@@ -5,7 +5,6 @@
 // warpgroup runs during the products of the other.
 #pragma once
 
-#include "sm90/backward/eager_reader.cuh"
 #include "sm90/key_walk.cuh"
 #include "sm90/softmax.cuh"
 
@@ -14,43 +13,30 @@ namespace mtraining::sm90 {
 template <typename T, typename Plan>
 struct DkdvConsumer {
     static constexpr int kHeadDim = Plan::kHeadDim;
-    using Reader = EagerReader<KeyShared<Plan>>;
-    using Cut = typename Reader::Cut;
-    static constexpr int kNone = Reader::kNone;
-    static constexpr int kEarly = KEARLY;  // denominators loaded while the scores are computed
+    static constexpr int kNone = TileReader<KeyShared<Plan>>::kNone;
     using Gradient = float[kHeadDim / 2];
 
     const KeyParams& params;
     KeyShared<Plan>& shared;
-    Reader reader;
+    TileReader<KeyShared<Plan>> reader;
     int thread;  // of the warpgroup
     float scale_log2;
 
-    // log2 of the softmax denominators of this thread's columns (queries) 8 j, 8 j + 1 from `first` on.
-    template <int kCount>
-    __device__ __forceinline__ void load_lse(float (&lse2)[kCount], int first, int stage) const {
-        const float* lse = shared.lse[stage] + 2 * (thread % 4) + 8 * first;
+    // Transposed scores to P^T in place.
+    __device__ __forceinline__ void weigh(float (&scores)[32], int stage) {
+        const float* lse = shared.lse[stage] + 2 * (thread % 4);
 #pragma unroll
-        for (int j = 0; j < kCount / 2; ++j) {
+        for (int j = 0; j < 8; ++j) {
             const float2 of_columns = *reinterpret_cast<const float2*>(lse + 8 * j);
-            lse2[2 * j] = lse_log2(of_columns.x);
-            lse2[2 * j + 1] = lse_log2(of_columns.y);
-        }
-    }
-
-    // Transposed scores to P^T in place; `early` are the denominators of the first columns.
-    __device__ __forceinline__ void weigh(float (&scores)[32], const float (&early)[kEarly], int stage) {
-        float late[16 - kEarly];
-        load_lse(late, kEarly / 2, stage);
+            const float lse2[2] = {lse_log2(of_columns.x), lse_log2(of_columns.y)};
 #pragma unroll
-        for (int i = 0; i < 32; ++i) {
-            const int column = 2 * (i / 4) + i % 2;
-            const float lse2 = column < kEarly ? early[column % kEarly] : late[(column - kEarly + 16) % (16 - kEarly)];
-            scores[i] = exp2_approx(fmaf(scores[i], scale_log2, -lse2));
+            for (int i = 0; i < 4; ++i) {
+                scores[4 * j + i] = exp2_approx(fmaf(scores[4 * j + i], scale_log2, -lse2[i % 2]));
+            }
         }
-        const Cut cut = reader.cut(stage);
-        if (cut.diagonal) mask_diagonal_transposed(scores, thread, 0.0f);
-        if (cut.slots != kAllColumns) mask_rows(scores, thread, cut.slots, 0.0f);
+        const uint64_t keys = reader.columns(stage);
+        if (reader.diagonal(stage)) mask_diagonal_transposed(scores, thread, 0.0f);
+        if (keys != kAllColumns) mask_rows(scores, thread, keys, 0.0f);
     }
 
     // P^T to dS^T in place.
@@ -64,121 +50,62 @@ struct DkdvConsumer {
         }
     }
 
-    __device__ __forceinline__ void start_scores(float (&scores)[32], int stage) {
-        const int mine = Plan::kSplitRows ? 0 : reader.warpgroup;
-        wgmma_fence();
-        multiply_nt<T, kHeadDim>(scores, tile_address(shared.k[mine]), tile_address(shared.q[stage]));
-        wgmma_commit();
-    }
-
-    // The loop body: P^T and dS^T of the tile in `stage`, whose scores are under way, and the start of the products that
-    // add them to dv and dk. Returns the next tile, if it can be told without waiting.
-    __device__ __forceinline__ int add_tile(float (&scores)[32], Gradient& dk, Gradient& dv, int stage) {
-        const int mine = Plan::kSplitRows ? 0 : reader.warpgroup;
-        const uint32_t q = tile_address(shared.q[stage]), dout = tile_address(shared.dout[stage]);
-        float dp[32], early[kEarly];
-        uint32_t operand_p[16], operand_ds[16];
-        wgmma_fence();
-        multiply_nt<T, kHeadDim>(dp, tile_address(shared.v[mine]), dout);
-        wgmma_commit();
-        load_lse(early, 0, stage);
-        const int following = reader.look_ahead();
-        pin(early);
-        wgmma_wait<1>();
-        pin(scores);
-        weigh(scores, early, stage);
-        pin(scores);
-        wgmma_wait<0>();
-        pin(dp);
-        to_operand<T>(scores, operand_p);
-        differentiate(scores, dp, stage);
-        to_operand<T>(scores, operand_ds);
-        pin(operand_p);
-        pin(operand_ds);
-        pin(dv);
-        pin(dk);
-        wgmma_fence();
-        multiply_nn<T, kHeadDim>(dv, operand_p, dout);
-        multiply_nn<T, kHeadDim>(dk, operand_ds, q);
-        wgmma_commit();
-        return following;
-    }
-
-    // dk lacks the factor `scale`. The scores of the next tile are started behind the products of this one.
+    // dk lacks the factor `scale`.
     __device__ __forceinline__ void walk(Gradient& dk, Gradient& dv) {
+        const uint32_t k = tile_address(shared.k[reader.warpgroup]), v = tile_address(shared.v[reader.warpgroup]);
         int held = kNone;
         int now = reader.next_tile(held);
-        if (now == kNone) return;
-        float scores[32];
-        start_scores(scores, now);
-        while (true) {
-            int following = add_tile(scores, dk, dv, now);
-            held = now;
-            if (following == reader.kUnknown) following = reader.next_tile(held);
-            if (following == kNone) break;
-            start_scores(scores, following);
+        while (now != kNone) {
+            const uint32_t q = tile_address(shared.q[now]), dout = tile_address(shared.dout[now]);
+            float scores[32], dp[32];
+            uint32_t operand_p[16], operand_ds[16];
+            wgmma_fence();
+            multiply_nt<T, kHeadDim>(scores, k, q);
+            wgmma_commit();
+            multiply_nt<T, kHeadDim>(dp, v, dout);
+            wgmma_commit();
             wgmma_wait<1>();
+            pin(scores);
+            weigh(scores, now);
+            pin(scores);
+            wgmma_wait<0>();
+            pin(dp);
+            to_operand<T>(scores, operand_p);
+            differentiate(scores, dp, now);
+            to_operand<T>(scores, operand_ds);
+            pin(operand_p);
+            pin(operand_ds);
+            pin(dv);
+            pin(dk);
+            wgmma_fence();
+            multiply_nn<T, kHeadDim>(dv, operand_p, dout);
+            multiply_nn<T, kHeadDim>(dk, operand_ds, q);
+            wgmma_commit();
+            held = now;
+            const int following = reader.next_tile(held);
+            wgmma_wait<0>();  // the tensor cores work in order: waiting here delays nothing and frees the operands
             pin(dk);
             pin(dv);
             reader.done(held);
             held = kNone;
             now = following;
         }
-        wgmma_wait<0>();
-        pin(dk);
-        pin(dv);
-        reader.done(held);
     }
 
-    // Adds up what the warpgroups of the cluster found of the same keys, always in the same order: the two of a CTA, then
-    // the CTAs. Returns whether this warpgroup has the sums, which travel in the ring's memory: its tiles have all been
-    // used.
-    __device__ __forceinline__ bool combine(Gradient& dk, Gradient& dv) {
-        using Part = float[kHeadDim / 2][128];
-        static_assert(2 * sizeof(Part) <= sizeof(shared.q) && Plan::kConsumers == 2 && Plan::kCluster == 2);
-        Part* parts = reinterpret_cast<Part*>(shared.q);
-        const bool first_cta = blockIdx.x % Plan::kCluster == 0, first = reader.warpgroup == 0;
-        named_barrier(1, 128 * Plan::kConsumers);  // both have worked off their tiles
-        if (!first) write_parts(parts, dk, dv);
-        named_barrier(1, 128 * Plan::kConsumers);
-        if (first) {
-#pragma unroll
-            for (int i = 0; i < kHeadDim / 2; ++i) {
-                dk[i] += parts[0][i][thread];
-                dv[i] += parts[1][i][thread];
-            }
-            if (!first_cta) write_parts(parts, dk, dv);
-        }
-        cluster_barrier();
-        if (first && first_cta) {
-#pragma unroll
-            for (int i = 0; i < kHeadDim / 2; ++i) {
-                dk[i] += load_from_cluster(&parts[0][i][thread], 1);
-                dv[i] += load_from_cluster(&parts[1][i][thread], 1);
-            }
-        }
-        cluster_barrier();  // no CTA ends before its memory has been read
-        return first && first_cta;
-    }
-
-    template <typename Part>
-    __device__ __forceinline__ void write_parts(Part* parts, const Gradient& dk, const Gradient& dv) const {
-#pragma unroll
-        for (int i = 0; i < kHeadDim / 2; ++i) {
-            parts[0][i][thread] = dk[i];
-            parts[1][i][thread] = dv[i];
-        }
+    // Where this thread's elements 0 of row half `r` go; null beyond the last row.
+    __device__ __forceinline__ float* place(const KeyTile<Plan>& tile, const ChunkView<float>& view, int r) const {
+        const int row = (tile.first + reader.warpgroup) * kBlock + (thread / 32) * 16 + (thread % 32) / 4 + 8 * r;
+        if (row >= params.key_rows) return nullptr;
+        return view.data + tile.chunk * view.chunk_stride + tile.batch * view.batch_stride + row * view.row_stride +
+               tile.kv_head * view.head_stride + 2 * (thread % 4);
     }
 
     __device__ __forceinline__ void store(const KeyTile<Plan>& tile, const ChunkView<float>& view,
                                           const Gradient& gradient, float factor) const {
-        const int block = tile.first + (Plan::kSplitRows ? 0 : reader.warpgroup);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int row = block * kBlock + (thread / 32) * 16 + (thread % 32) / 4 + 8 * r;
-            if (row >= params.key_rows) continue;
-            float* to = view.data + tile.chunk * view.chunk_stride + tile.batch * view.batch_stride +
-                        row * view.row_stride + tile.kv_head * view.head_stride + 2 * (thread % 4);
+            float* to = place(tile, view, r);
+            if (to == nullptr) continue;
 #pragma unroll
             for (int j = 0; j < kHeadDim / 8; ++j) {
                 *reinterpret_cast<float2*>(to + 8 * j) = {gradient[4 * j + 2 * r] * factor,
@@ -187,25 +114,67 @@ struct DkdvConsumer {
         }
     }
 
+    // A gradient as one warpgroup of one CTA found it, in the ring's memory, whose tiles have all been used.
+    using Part = float[kHeadDim / 2][128];
+
+    // Adds up a part over the CTAs of the cluster, always in the same order, and writes this CTA's share of the
+    // columns.
+    __device__ __forceinline__ void store_sum(const KeyTile<Plan>& tile, const ChunkView<float>& view, const Part& part,
+                                              float factor) const {
+        constexpr int kShare = kHeadDim / 8 / Plan::kCluster;  // groups of 8 columns
+        const int first = static_cast<int>(blockIdx.x) % Plan::kCluster * kShare;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float* to = place(tile, view, r);
+#pragma unroll
+            for (int j = 0; j < kShare; ++j) {
+                float2 sum = {0.0f, 0.0f};
+#pragma unroll
+                for (int cta = 0; cta < Plan::kCluster; ++cta) {
+                    sum.x += load_from_cluster(&part[4 * (first + j) + 2 * r][thread], cta);
+                    sum.y += load_from_cluster(&part[4 * (first + j) + 2 * r + 1][thread], cta);
+                }
+                if (to != nullptr) {
+                    *reinterpret_cast<float2*>(to + 8 * (first + j)) = {sum.x * factor, sum.y * factor};
+                }
+            }
+        }
+    }
+
+    // The end of an item of columns.
+    __device__ __forceinline__ void combine(const KeyTile<Plan>& tile, const Gradient& dk, const Gradient& dv) {
+        static_assert(2 * sizeof(Part) <= sizeof(shared.q) && Plan::kKeyBlocks == 2);
+        Part* parts = reinterpret_cast<Part*>(reader.warpgroup == 0 ? shared.q : shared.dout);
+        named_barrier(1, 128 * Plan::kKeyBlocks);  // both warpgroups have worked off their tiles
+#pragma unroll
+        for (int i = 0; i < kHeadDim / 2; ++i) {
+            parts[0][i][thread] = dk[i];
+            parts[1][i][thread] = dv[i];
+        }
+        cluster_barrier();
+        store_sum(tile, params.dk, parts[0], params.scale);
+        store_sum(tile, params.dv, parts[1], 1.0f);
+        cluster_barrier();  // no CTA ends before its memory has been read
+    }
+
     __device__ __forceinline__ void run() {
         uint32_t parity = 0;
         scale_log2 = params.scale * static_cast<float>(M_LOG2E);
-        const int mine = Plan::kSplitRows ? 0 : reader.warpgroup;
         for (KeyItems<Plan> items(params.shape); items.left(); items.advance()) {
             Gradient dk, dv;
 #pragma unroll
             for (int i = 0; i < kHeadDim / 2; ++i) dk[i] = dv[i] = 0.0f;
-            mbarrier_wait(&shared.keys_full[mine], parity);
+            mbarrier_wait(&shared.keys_full[reader.warpgroup], parity);
             parity ^= 1;
             walk(dk, dv);
             const auto tile = KeyTile<Plan>::at(params.shape, items.item);
-            if constexpr (Plan::kSplitRows) {
-                if (!combine(dk, dv)) return;
+            if constexpr (Plan::kColumns) {
+                combine(tile, dk, dv);
             } else {
-                release(&shared.keys_empty[mine]);
+                release(&shared.keys_empty[reader.warpgroup]);
+                store(tile, params.dv, dv, 1.0f);
+                store(tile, params.dk, dk, params.scale);
             }
-            store(tile, params.dv, dv, 1.0f);
-            store(tile, params.dk, dk, params.scale);
         }
     }
 };
@@ -224,7 +193,7 @@ __global__ __launch_bounds__(Plan::kThreads, 1) void dkdv_kernel(const __grid_co
         if (warp == 1) KeyScout<Plan>{params.shape, params.mask, shared}.run();
     } else {
         registers_acquire<Plan::kConsumerRegisters>();
-        DkdvConsumer<T, Plan>{params, shared, {{shared, warp / 4 - 1}}, static_cast<int>(threadIdx.x) % 128}.run();
+        DkdvConsumer<T, Plan>{params, shared, {shared, warp / 4 - 1}, static_cast<int>(threadIdx.x) % 128}.run();
     }
 }
 

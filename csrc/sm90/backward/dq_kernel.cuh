@@ -5,7 +5,6 @@
 // P = exp(q k^T - lse) while the tensor cores compute dP = dout v^T, and dS = P (dP - delta) feeds dq += dS k.
 #pragma once
 
-#include "sm90/backward/eager_reader.cuh"
 #include "sm90/row_walk.cuh"
 #include "sm90/softmax.cuh"
 
@@ -25,16 +24,14 @@ struct DqParams {
 template <typename T, typename Plan>
 struct DqConsumer {
     static constexpr int kHeadDim = Plan::kHeadDim;
-    using Reader = EagerReader<RowShared<Plan>>;
-    using Cut = typename Reader::Cut;
-    static constexpr int kNone = Reader::kNone;
+    static constexpr int kNone = TileReader<RowShared<Plan>>::kNone;
     using Rows = uint32_t[kHeadDim / 4];
     using Gradient = float[kHeadDim / 2];
     static constexpr bool kRowsInRegisters = kHeadDim == 128;
 
     const DqParams& params;
     RowShared<Plan>& shared;
-    Reader reader;
+    TileReader<RowShared<Plan>> reader;
     int thread;  // of the warpgroup
     float scale_log2;
     float lse2[2], delta[2];  // of this thread's rows
@@ -55,72 +52,50 @@ struct DqConsumer {
     }
 
     // Scores to P in place.
-    __device__ __forceinline__ void weigh(float (&scores)[32], const Cut& cut) {
+    __device__ __forceinline__ void weigh(float (&scores)[32], int stage) {
 #pragma unroll
         for (int i = 0; i < 32; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, -lse2[(i / 2) % 2]));
-        if (cut.diagonal) mask_diagonal(scores, thread, 0.0f);
-        if (cut.slots != kAllColumns) mask_columns(scores, thread, cut.slots, 0.0f);
+        const uint64_t columns = reader.columns(stage);
+        if (reader.diagonal(stage)) mask_diagonal(scores, thread, 0.0f);
+        if (columns != kAllColumns) mask_columns(scores, thread, columns, 0.0f);
     }
 
-    template <typename Operand>
-    __device__ __forceinline__ void start_scores(float (&scores)[32], const Operand& q, int stage) {
-        wgmma_fence();
-        multiply_nt<T, kHeadDim>(scores, q, smem_address(shared.k[stage]));
-        wgmma_commit();
-    }
-
-    // The loop body: dS of the tile in `stage`, whose scores are under way, and the start of its product with the keys.
-    // Returns the next tile, if it can be told without waiting.
-    template <typename Operand>
-    __device__ __forceinline__ int add_tile(float (&scores)[32], const Operand& dout, Gradient& dq, int stage) {
-        float dp[32];
-        uint32_t operand[16];
-        wgmma_fence();
-        multiply_nt<T, kHeadDim>(dp, dout, smem_address(shared.v[stage]));
-        wgmma_commit();
-        const Cut cut = reader.cut(stage);
-        const int following = reader.look_ahead();
-        wgmma_wait<1>();
-        pin(scores);
-        weigh(scores, cut);
-        pin(scores);
-        wgmma_wait<0>();
-        pin(dp);
-#pragma unroll
-        for (int i = 0; i < 32; ++i) scores[i] *= dp[i] - delta[(i / 2) % 2];
-        to_operand<T>(scores, operand);
-        pin(operand);
-        pin(dq);
-        wgmma_fence();
-        multiply_nn<T, kHeadDim>(dq, operand, smem_address(shared.k[stage]));
-        wgmma_commit();
-        return following;
-    }
-
-    // False if the rows met no tile. dq lacks the factor `scale`. The scores of the next tile are started behind the
-    // product of this one.
+    // False if the rows met no tile. dq lacks the factor `scale`.
     template <typename Operand>
     __device__ __forceinline__ bool walk(const Operand& q, const Operand& dout, Gradient& dq) {
         int held = kNone;
         int now = reader.next_tile(held);
         if (now == kNone) return false;
-        float scores[32];
-        start_scores(scores, q, now);
-        while (true) {
-            int following = add_tile(scores, dout, dq, now);
-            held = now;
-            if (following == reader.kUnknown) following = reader.next_tile(held);
-            if (following == kNone) break;
-            start_scores(scores, q, following);
+        while (now != kNone) {
+            float scores[32], dp[32];
+            uint32_t operand[16];
+            wgmma_fence();
+            multiply_nt<T, kHeadDim>(scores, q, smem_address(shared.k[now]));
+            wgmma_commit();
+            multiply_nt<T, kHeadDim>(dp, dout, smem_address(shared.v[now]));
+            wgmma_commit();
             wgmma_wait<1>();
+            pin(scores);
+            weigh(scores, now);
+            pin(scores);
+            wgmma_wait<0>();
+            pin(dp);
+#pragma unroll
+            for (int i = 0; i < 32; ++i) scores[i] *= dp[i] - delta[(i / 2) % 2];
+            to_operand<T>(scores, operand);
+            pin(operand);
+            pin(dq);
+            wgmma_fence();
+            multiply_nn<T, kHeadDim>(dq, operand, smem_address(shared.k[now]));
+            wgmma_commit();
+            held = now;
+            const int following = reader.next_tile(held);
+            wgmma_wait<0>();  // the tensor cores work in order: waiting here delays nothing and frees the operand
             pin(dq);
             reader.done(held);
             held = kNone;
             now = following;
         }
-        wgmma_wait<0>();
-        pin(dq);
-        reader.done(held);
         return true;
     }
 
@@ -185,7 +160,7 @@ __global__ __launch_bounds__(Plan::kThreads, 1) void dq_kernel(const __grid_cons
         if (warp == 1) RowScout<Plan>{params.shape, params.mask, shared}.run();
     } else {
         registers_acquire<Plan::kConsumerRegisters>();
-        DqConsumer<T, Plan>{params, shared, {{shared, warp / 4 - 1}}, static_cast<int>(threadIdx.x) % 128}.run();
+        DqConsumer<T, Plan>{params, shared, {shared, warp / 4 - 1}, static_cast<int>(threadIdx.x) % 128}.run();
     }
 }
 

@@ -16,14 +16,14 @@ void launch_dq(const DqParams& params, const RowMaps& maps, cudaStream_t stream)
 
 template <typename T, int kHeadDim>
 void launch_dkdv(const KeyParams& params, const KeyMaps& maps, cudaStream_t stream) {
-    using Plan = KeyPlan<kHeadDim, false>;
-    launch_persistent(dkdv_kernel<T, Plan>, KeyTile<Plan>::count(params.shape), Plan::kThreads,
-                      sizeof(KeyShared<Plan>), stream, "sm90 dk dv kernel", params, maps);
+    using Plan = KeyPlan<kHeadDim, 1>;
+    launch_persistent(dkdv_kernel<T, Plan>, KeyTile<Plan>::count(params.shape), Plan::kThreads, sizeof(KeyShared<Plan>),
+                      stream, "sm90 dk dv kernel", params, maps);
 }
 
 template <typename T, int kHeadDim>
 void launch_vertical_dkdv(const KeyParams& params, const KeyMaps& maps, cudaStream_t stream) {
-    using Plan = KeyPlan<kHeadDim, true>;
+    using Plan = KeyPlan<kHeadDim, 4>;
     launch_clusters<Plan::kCluster>(dkdv_kernel<T, Plan>, KeyTile<Plan>::count(params.shape), Plan::kThreads,
                                     sizeof(KeyShared<Plan>), stream, "sm90 vertical dk dv kernel", params, maps);
 }
