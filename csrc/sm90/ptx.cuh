@@ -117,32 +117,13 @@ __device__ __forceinline__ void bulk_wait_read() {
 // Orders ordinary shared-memory writes of this thread before later reads by the tensor cores and the copy engine.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// --- registers and barriers
-// -------------------------------------------------------------------------------------------
-
-template <int kRegisters>
-__device__ __forceinline__ void registers_release() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-
-template <int kRegisters>
-__device__ __forceinline__ void registers_acquire() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-
-// Barrier `id` (1..15; 0 is __syncthreads) among `threads` threads.
-__device__ __forceinline__ void named_barrier(int id, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 // Adds two floats to global memory (8-byte boundary) without reading them first; subnormal sums become 0.
 __device__ __forceinline__ void global_add(float* to, float x, float y) {
     asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
 }
+
+// --- clusters
+// ---------------------------------------------------------------------------------------------------------
 
 // Every thread of a cluster that has not ended; memory written before is visible after, in all of its CTAs.
 __device__ __forceinline__ void cluster_barrier() {
@@ -163,6 +144,28 @@ __device__ __forceinline__ float load_from_cluster(const float* mine, uint32_t r
         : "r"(smem_address(mine)), "r"(rank)
         : "memory");
     return value;
+}
+
+// --- registers and barriers
+// -------------------------------------------------------------------------------------------
+
+template <int kRegisters>
+__device__ __forceinline__ void registers_release() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void registers_acquire() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Barrier `id` (1..15; 0 is __syncthreads) among `threads` threads.
+__device__ __forceinline__ void named_barrier(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // --- arithmetic
