@@ -14,7 +14,7 @@ from collections.abc import Iterator
 HAZARD = re.compile(r"(RAW|WAR|WAW) hazard detected")
 ACCESS = re.compile(r"(Read|Write) Thread \([\d,]+\) at (.+?)(?:\+0x[0-9a-f]+)? in (\S+)")
 SUMMARY = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed \((\d+) errors?, (\d+) warnings?\)")
-POLLED = ("store_release", "load_acquire")
+POLLED = ("store_release", "load_acquire", "store_word", "load_word")
 """The functions of `csrc/sm90/ptx.cuh` that write and poll words."""
 
 Hazard = tuple[str, tuple[str, ...]]
