@@ -30,8 +30,14 @@ def hazards(lines: list[str]) -> Iterator[Hazard]:
             match = HAZARD.search(line)
             kind, accesses = (match[1] if match else ""), []
         elif match := ACCESS.search(line):
-            function = match[2].split("(")[0].split("::")[-1]
-            accesses.append(f"{match[1]} {function} {match[3]}")
+            accesses.append(f"{match[1]} {short(match[2])} {match[3]}")
+
+
+def short(function: str) -> str:
+    """The name of a function without scopes, template arguments and parameters."""
+    while "<" in function and function != (function := re.sub(r"<[^<>]*>", "", function)):
+        pass
+    return function.split("(")[0].split("::")[-1]
 
 
 def is_polled(hazard: Hazard) -> bool:
