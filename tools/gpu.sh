@@ -59,7 +59,7 @@ racecheck_hopper() {
     done
     # shellcheck disable=SC2086
     (cd build/racecheck/tree && PYTHONPATH="$PWD" PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-        $check "$option" kns=mtraining $python -m tests.gpu.sanitizer_suite sm90) >"$out/racecheck-hopper.log" 2>&1
+        $check "$option" kns=sm90 $python -m tests.gpu.sanitizer_suite sm90) >"$out/racecheck-hopper.log" 2>&1
     $python tools/racecheck_report.py "$out/racecheck-hopper.log"
 }
 

@@ -21,11 +21,22 @@ void launch_dkdv(const KeyParams& params, const KeyMaps& maps, cudaStream_t stre
                       stream, "sm90 dk dv kernel", params, maps);
 }
 
+template <typename T, int kHeadDim, int kCluster>
+void launch_clustered_dkdv(const KeyParams& params, const KeyMaps& maps, cudaStream_t stream) {
+    using Plan = KeyPlan<kHeadDim, kCluster>;
+    launch_clusters<kCluster>(dkdv_kernel<T, Plan>, KeyTile<Plan>::count(params.shape), Plan::kThreads,
+                              sizeof(KeyShared<Plan>), stream, "sm90 vertical dk dv kernel", params, maps);
+}
+
+// Items of columns, the heaviest with all rows, over the multiprocessors: three a pair of these even out; of fewer the
+// rows are cut finer, although clusters of four leave some multiprocessors without work.
 template <typename T, int kHeadDim>
 void launch_vertical_dkdv(const KeyParams& params, const KeyMaps& maps, cudaStream_t stream) {
-    using Plan = KeyPlan<kHeadDim, 4>;
-    launch_clusters<Plan::kCluster>(dkdv_kernel<T, Plan>, KeyTile<Plan>::count(params.shape), Plan::kThreads,
-                                    sizeof(KeyShared<Plan>), stream, "sm90 vertical dk dv kernel", params, maps);
+    if (2 * KeyTile<KeyPlan<kHeadDim, 2>>::count(params.shape) >= 3 * multiprocessors()) {
+        launch_clustered_dkdv<T, kHeadDim, 2>(params, maps, stream);
+    } else {
+        launch_clustered_dkdv<T, kHeadDim, 4>(params, maps, stream);
+    }
 }
 
 template <typename T, int kHeadDim>
