@@ -1,6 +1,6 @@
 """Judges what compute-sanitizer's racecheck reports of the Hopper kernels.
 
-Words that threads poll (st/ld with an ordering qualifier) are reported by racecheck, which knows barriers only; they are
+Words that threads poll (relaxed stores and loads) are reported by racecheck, which knows barriers only; they are
 the one kind of hazard that these kernels are meant to have. Every other hazard is listed and makes the exit status 1.
 Needs a library built with `MTRAINING_RACECHECK` (source lines), and `--racecheck-report all`. Usage:
 `racecheck_report.py LOG...`
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 HAZARD = re.compile(r"(RAW|WAR|WAW) hazard detected")
 ACCESS = re.compile(r"(Read|Write) Thread \([\d,]+\) at (.+?)(?:\+0x[0-9a-f]+)? in (\S+)")
 SUMMARY = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed \((\d+) errors?, (\d+) warnings?\)")
-POLLED = ("store_release", "load_acquire", "store_word", "load_word")
+POLLED = ("store_word", "load_word")
 """The functions of `csrc/sm90/ptx.cuh` that write and poll words."""
 
 Hazard = tuple[str, tuple[str, ...]]

@@ -174,11 +174,9 @@ struct KeyScout {
         for (int head = tile.kv_head * group; head < (tile.kv_head + 1) * group; ++head) {
             const int64_t* bits = words(tile.batch, head);
             scan_blocks(
-                shape.q_blocks,
-                [&](int index) {
-                    const int block = __ldg(mask.q_blocks + index);
-                    return keys.need(bits, block, __ldg(mask.doc_start + block));
-                },
+                shape.q_blocks, [&](int index) { return __ldg(mask.q_blocks + index); },
+                [&](int block) { return keys.reach(block); },
+                [&](int block) { return keys.need(bits, block, __ldg(mask.doc_start + block)); },
                 [&](int index, Need need) {
                     uint64_t all[kKeyBlocks];
 #pragma unroll

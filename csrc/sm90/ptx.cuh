@@ -51,6 +51,19 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint64_t* barrier, uint32_t pa
     return done != 0;
 }
 
+// Whether the phase is over now; does not wait.
+__device__ __forceinline__ bool mbarrier_test_wait(uint64_t* barrier, uint32_t parity) {
+    uint32_t done;
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.b32 %0, 1, 0, p;\n}\n"
+        : "=r"(done)
+        : "r"(smem_address(barrier)), "r"(parity)
+        : "memory");
+    return done != 0;
+}
+
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
 #ifdef MTRAINING_DEBUG_WAITS  // a wait that never ends becomes an error
     const int64_t start = clock64();
@@ -63,15 +76,15 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
 #endif
 }
 
-// --- words in shared memory that one thread writes and others poll
+// --- words in shared memory that one thread writes and others poll. They order nothing else.
 
-__device__ __forceinline__ void store_release(uint32_t* to, uint32_t value) {
-    asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(smem_address(to)), "r"(value) : "memory");
+__device__ __forceinline__ void store_word(uint32_t* to, uint32_t value) {
+    asm volatile("st.relaxed.cta.shared::cta.u32 [%0], %1;" ::"r"(smem_address(to)), "r"(value) : "memory");
 }
 
-__device__ __forceinline__ uint32_t load_acquire(const uint32_t* from) {
+__device__ __forceinline__ uint32_t load_word(const uint32_t* from) {
     uint32_t value;
-    asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(value) : "r"(smem_address(from)) : "memory");
+    asm volatile("ld.relaxed.cta.shared::cta.u32 %0, [%1];" : "=r"(value) : "r"(smem_address(from)) : "memory");
     return value;
 }
 
@@ -166,6 +179,20 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
 
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// --- one lane of a warp
+
+// True in one lane, the same at every call. The compiler knows that the branch has one thread and issues a TMA copy in
+// it once; under a comparison of the lane number it builds a loop over the active threads round each copy.
+__device__ __forceinline__ bool elect_lane() {
+    uint32_t elected;
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "elect.sync _|p, 0xFFFFFFFF;\n"
+        "selp.b32 %0, 1, 0, p;\n}\n"
+        : "=r"(elected));
+    return elected != 0;
 }
 
 // --- arithmetic

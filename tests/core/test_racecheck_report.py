@@ -16,9 +16,9 @@ HAZARD = """\
 POLLED = HAZARD.format(
     kind="WAR",
     first="Read",
-    first_place="mtraining::sm90::load_acquire(const unsigned int *)",
+    first_place="mtraining::sm90::load_word(const unsigned int *)",
     second="Write",
-    second_place="mtraining::sm90::store_release(unsigned int *, unsigned int)",
+    second_place="mtraining::sm90::store_word(unsigned int *, unsigned int)",
 )
 COPY = HAZARD.format(
     kind="WAR",

@@ -5,7 +5,7 @@
 //   0 barrier       a word from one thread to 128; every reader arrives at the barrier that lets the writer go on:
 //   clean 1 bulk copy     the same with a copy of the copy engine as the writer: clean 2 warp release  as 0, but one
 //   lane arrives for its warp, after __syncwarp: reported (write after read) 3 bulk release  as 1 with a warp's
-//   release: reported 4 polled word   as 0, and the readers poll a word (st.release, ld.acquire) before they wait: the
+//   release: reported 4 polled word   as 0, and the readers poll a word (st.relaxed, ld.relaxed) before they wait: the
 //   word is reported 5 race          as 0, but the readers do not wait for the word: reported, rightly
 //
 // Usage: racecheck_controls PATTERN. The sum that is printed shows that the hand-over worked.
@@ -44,7 +44,7 @@ struct HandOver {
                 shared.word[at.stage] = n;
                 mbarrier_arrive(&shared.ring.full[at.stage]);
             }
-            if (kPattern == kPolled) store_release(&shared.tickets[n], n);
+            if (kPattern == kPolled) store_word(&shared.tickets[n], n);
             at.advance();
         }
     }
@@ -54,7 +54,7 @@ struct HandOver {
         uint32_t sum = 0;
         for (uint32_t n = 0; n < kRounds; ++n) {
             if (kPattern == kPolled) {
-                while (load_acquire(&shared.tickets[n]) != n) {
+                while (load_word(&shared.tickets[n]) != n) {
                 }
             }
             mbarrier_wait(&shared.ring.full[at.stage], at.parity);
