@@ -130,6 +130,35 @@ __device__ __forceinline__ void bulk_wait_read() {
 // Orders ordinary shared-memory writes of this thread before later reads by the tensor cores and the copy engine.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Adds two floats to global memory (8-byte boundary) without reading them first; subnormal sums become 0.
+__device__ __forceinline__ void global_add(float* to, float x, float y) {
+    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
+}
+
+// --- clusters
+// ---------------------------------------------------------------------------------------------------------
+
+// Every thread of a cluster that has not ended; memory written before is visible after, in all of its CTAs.
+__device__ __forceinline__ void cluster_barrier() {
+    asm volatile(
+        "barrier.cluster.arrive.release.aligned;\n"
+        "barrier.cluster.wait.acquire.aligned;\n" ::
+            : "memory");
+}
+
+// A float of the shared memory of CTA `rank` of the cluster, at the place where `mine` is in this CTA.
+__device__ __forceinline__ float load_from_cluster(const float* mine, uint32_t rank) {
+    float value;
+    asm volatile(
+        "{\n.reg .u32 there;\n"
+        "mapa.shared::cluster.u32 there, %1, %2;\n"
+        "ld.shared::cluster.f32 %0, [there];\n}\n"
+        : "=f"(value)
+        : "r"(smem_address(mine)), "r"(rank)
+        : "memory");
+    return value;
+}
+
 // --- registers and barriers
 // -------------------------------------------------------------------------------------------
 

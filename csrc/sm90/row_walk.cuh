@@ -61,8 +61,8 @@ struct RowShared {
     __device__ void init() {
         tickets.init();
         listing.init(1);
-        ring.init(4 * kRowBlocks);
-        for (int w = 0; w < kRowBlocks; ++w) row_ring[w].init(4);
+        ring.init(4 * kWarpArrivals * kRowBlocks);
+        for (int w = 0; w < kRowBlocks; ++w) row_ring[w].init(4 * kWarpArrivals);
         mbarrier_init_fence();
     }
 };

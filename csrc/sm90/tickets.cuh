@@ -89,7 +89,7 @@ struct TileDealer {
                 push(w, (end ? Tickets::kEnd << 4 : masked ? Tickets::kMasked : 0) | position.parity << 3 | s);
                 last[w] = end ? -1 : s;
             } else {
-                mbarrier_arrive(&shared.ring.empty[s], 4);
+                mbarrier_arrive(&shared.ring.empty[s], 4 * kWarpArrivals);
             }
         }
         position.advance();

@@ -29,6 +29,9 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t address, uint32_t leadin
     return static_cast<uint64_t>(kHigh) << 32 | low;
 }
 
+// Address of a tile as descriptors take it: in a cluster, addresses carry the number of the CTA above 24 bits.
+__device__ __forceinline__ uint32_t tile_address(const void* tile) { return smem_address(tile) & 0x3FFFF; }
+
 // Step `k` (16 elements of the reduced dimension, which is the contiguous one) of a tile of `kRows` rows.
 template <int kRows>
 __device__ __forceinline__ uint64_t k_major(uint32_t tile, int k) {
