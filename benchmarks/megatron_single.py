@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import signal
 import subprocess
@@ -40,6 +41,7 @@ SPEED = {
 CHECKS = {
     "small_dense": DENSE,
     "dense_saved": f"{DENSE} {LONGER} 5 {SAVE} OUT/from_dense",
+    "upstream_attention": "",
     "small_p95": SPARSE_SMALL,
     "small_p95_again": SPARSE_SMALL,
     "fp8_delayed": f"{SPARSE_SMALL} --fp8-format hybrid --fp8-recipe delayed",
@@ -57,7 +59,6 @@ CHECKS = {
     "opt_in": SPARSE_SMALL,
     "dense_from_sparse": f"{DENSE} {LONGER} 12 {LOAD} OUT/from_sparse",
     "cuda_graph_refused": f"{SPARSE_SMALL} --cuda-graph-impl local",
-    "upstream_attention": "",
     "fsdp": (
         f"{SPARSE_SMALL} --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
         "--ckpt-format fsdp_dtensor --use-distributed-optimizer"
@@ -189,12 +190,22 @@ GROUPS = {"golden": golden, "curves": curves, "speed": speed, "repeated": repeat
 
 
 def judge(result: dict[str, Any], logs: Path) -> dict[str, Any]:
-    """Says of a run that is to be refused whether it was: its status becomes 0 if so, else 1."""
+    """Looks closer than the exit status, which becomes 1 for a run without what it was to show.
+
+    That is the refusal of a run that is to be refused, a validation loss of an evaluation, and else finite losses.
+    """
     name = result["name"]
+    text = (logs / f"{name}.log").read_text(errors="replace")
     if name in REFUSED:
-        text = (logs / f"{name}.log").read_text(errors="replace")
-        lines = [line for line in text.splitlines() if REFUSED[name].search(line)]
-        result |= {"status": int(not lines or result["status"] == 0), "refusal": lines[:1]}
+        result["refusal"] = [line for line in text.splitlines() if REFUSED[name].search(line)][:1]
+        result["status"] = int(not result["refusal"] or result["status"] == 0)
+    elif name == "upstream_attention":
+        result["tests"] = re.findall(r"\d+ (?:passed|failed|skipped|errors?)\b", text)
+    elif name.startswith("evaluation") and "validation_loss" not in result:
+        result["status"] = result["status"] or 1
+    elif name in (*CHECKS, *CURVES, *SPEED) and name != "evaluation_longer":
+        finite = result["loss"] and all(loss is not None and math.isfinite(loss) for loss in result["loss"])
+        result["status"] = result["status"] or int(not finite)
     return result
 
 

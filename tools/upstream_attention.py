@@ -22,6 +22,13 @@ import pytest
 
 HEADS = {64: (4, None), 128: (8, 2)}
 """head dimension -> heads, query groups"""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "fused_rope": {"apply_rope_fusion": True},
+    "qk_layernorm": {"qk_layernorm": True},
+    "gate": {"attention_output_gate": True},
+}
+"""name -> what of the configuration differs"""
 
 
 def exact() -> Any:
@@ -34,17 +41,9 @@ def exact() -> Any:
 
 @pytest.mark.parametrize("head_dim", list(HEADS))
 @pytest.mark.parametrize("packed", [False, True], ids=["sbhd", "thd"])
-@pytest.mark.parametrize("fused_rope", [False, True], ids=["rope", "fused_rope"])
-@pytest.mark.parametrize("qk_layernorm", [False, True], ids=["", "qk_layernorm"])
-@pytest.mark.parametrize("output_gate", [False, True], ids=["", "gate"])
+@pytest.mark.parametrize("variant", list(VARIANTS))
 def test_parallel_attention_correctness(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    head_dim: int,
-    packed: bool,
-    fused_rope: bool,
-    qk_layernorm: bool,
-    output_gate: bool,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, head_dim: int, packed: bool, variant: str
 ) -> None:
     """The second model that upstream's test builds has our core attention."""
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -73,13 +72,11 @@ def test_parallel_attention_correctness(
         num_query_groups=groups,
         normalization="RMSNorm",
         bf16=True,
-        qk_layernorm=qk_layernorm,
-        apply_rope_fusion=fused_rope,
-        attention_output_gate=output_gate,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        **VARIANTS[variant],
     )
-    spec = upstream.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_layernorm)
+    spec = upstream.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     upstream._test_parallel_attention_correctness(
         config, spec, tmp_path, atol=1e-2, rtol=1e-2, tp=1, cp=1, sequence_length=256, sequence_packing=packed
     )
@@ -114,6 +111,7 @@ def main() -> None:
     options, more = parser.parse_known_args()
     sys.path.insert(0, str(options.megatron.resolve()))
     here = str(Path(__file__).resolve())
+    sys.argv[1:] = []  # upstream has Megatron parse it
     os.chdir(options.megatron)
     settings = [
         "-c",
@@ -124,7 +122,7 @@ def main() -> None:
         "no:cacheprovider",
         "--import-mode=importlib",
     ]
-    raise SystemExit(pytest.main([here, *settings, "-q", "--tb=short", *more]))
+    raise SystemExit(pytest.main([here, *settings, "-v", "--tb=short", *more]))
 
 
 if __name__ == "__main__":
