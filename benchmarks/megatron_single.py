@@ -147,7 +147,9 @@ def golden(single: Single, step: str = "recorded") -> Iterator[Run]:
     """The functional test, which records its golden values."""
     start = (sys.executable, "-m", "tests.functional_tests", "run", CASE, "--megatron", str(single.options.megatron))
     flags = ("--record",) if step == "recorded" else ()
-    yield Run(f"{CASE}_{step}", "single", (*start, "--output", str(single.options.out / "golden" / step), *flags))
+    extra = ("--extra", single.options.extra) if single.options.extra else ()
+    output = ("--output", str(single.options.out / "golden" / step))
+    yield Run(f"{CASE}_{step}", "single", (*start, *output, *flags, *extra))
 
 
 def repeated(single: Single) -> Iterator[Run]:
