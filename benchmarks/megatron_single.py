@@ -3,8 +3,8 @@
     python -m benchmarks.megatron_single --megatron DIR --older DIR --data PREFIX --out DIR [--groups golden,curves,...]
 
 The same models, options and results as `benchmarks.megatron_runs`. Runs are forked from a process that has loaded
-Megatron-LM (`benchmarks.preloaded`), one for each of the two checkouts; the functional test and the run `opt_in` are started
-as a user would, by a plain `torch.distributed.run` after `megatron-mtraining enable`. A run whose outcome is to be a
+Megatron-LM (`benchmarks.preloaded`), one for each of the two checkouts; the functional test and the runs of `PLAIN` are
+started as a user would, by a plain `torch.distributed.run` after `megatron-mtraining enable`. A run whose outcome is to be a
 refusal passes if it ended with that message.
 """
 
@@ -107,6 +107,7 @@ VARIABLES = {
     "deterministic": EXACT,
     "offload_modules": {"NVTE_CPU_OFFLOAD_V1": "1"},
 }
+PLAIN = {"opt_in", "offload_modules"}  # Transformer Engine reads NVTE_CPU_OFFLOAD_V1 when it is loaded
 REFUSED = {"cuda_graph_refused": re.compile(r"megatron_mtraining: error: --cuda-graph-impl")}
 
 
@@ -181,7 +182,7 @@ def checks(single: Single) -> Iterator[Run]:
         if name == "upstream_attention":
             tests = (str(ROOT / "tools" / "upstream_attention.py"), "--megatron", str(single.options.megatron))
             command: tuple[str, ...] = (sys.executable, *tests)
-        elif name == "opt_in":
+        elif name in PLAIN:
             command = single.options.training(name, f"{SMALL} {words}", 1)
         else:
             command = single.start(name, f"{SMALL} {words}")
