@@ -120,7 +120,7 @@ class Single:
 
     def start(self, name: str, words: str) -> tuple[str, ...]:
         """The command of a run that is forked."""
-        older = name in OLDER or name.startswith("older_")
+        older = is_older(name)
         checkout = self.options.older if older else self.options.megatron
         script = checkout / SCRIPTS.get(name, "pretrain_gpt.py")
         if name == "packed":
@@ -137,6 +137,11 @@ class Single:
         checkouts = ((False, self.options.megatron), (True, self.options.older))
         start = (sys.executable, "-m", "benchmarks.preloaded", "serve")
         return [subprocess.Popen((*start, self.socket(older), str(checkout))) for older, checkout in checkouts]
+
+
+def is_older(name: str) -> bool:
+    """Whether a run takes the checkout of the older release."""
+    return name in OLDER or name.startswith("older_")
 
 
 def variables(name: str) -> dict[str, str]:
