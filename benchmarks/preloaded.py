@@ -4,8 +4,9 @@
     python -m benchmarks.preloaded run SOCKET SCRIPT [ARGUMENT ...]  one run, with this command's environment and output
 
 A run does in the forked process what `python -m megatron_mtraining.launch SCRIPT ARGUMENT ...` does as the only rank, in the
-same order: the launcher, too, loads all of Megatron before it hooks anything. CUDA is not touched before the fork; should it
-have been, the forked process starts a new one.
+same order: the launcher, too, loads all of Megatron before it hooks anything. CUDA is not touched before the fork: modules
+that ask for the device while they are loaded are told what another process was. Should CUDA have been touched all the same, or
+no server be there, a run loads everything itself.
 
 With the variable BENCHMARK_GATE=FILE a run stops before its first step, makes FILE.ready, and goes on when FILE is there:
 so a timed run can start up beside others and train alone.
@@ -14,6 +15,7 @@ so a timed run can start up beside others and train alone.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -22,12 +24,15 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 GATE = "BENCHMARK_GATE"
-LAUNCHER = "megatron_mtraining.launch"
+FORK = multiprocessing.get_context("fork")
+FIRST_PORT, PORTS = 12000, 20000  # below those that the system gives to connections
 PATIENCE = 50.0  # seconds that a run waits for the server to have loaded everything
 
 
@@ -35,15 +40,52 @@ def preload(checkout: Path) -> None:
     """Loads what a training script of `checkout` loads, up to the point where the launcher hooks it."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else the question for a GPU initializes CUDA
     sys.path.insert(0, str(checkout.resolve()))
-    import megatron.training
     import torch
-    import torch._dynamo
-    import torch._inductor.compile_fx
 
-    import megatron_mtraining.launch  # noqa: F401
+    with device_described(torch.cuda):
+        import megatron.training
+        import torch._dynamo
+        import torch._inductor.compile_fx
 
+        import megatron_mtraining.launch  # noqa: F401
     if torch.cuda.is_initialized():
         print(f"loading {megatron.training.__file__} initialized CUDA: nothing is gained by forking", flush=True)
+
+
+@contextmanager
+def device_described(cuda: Any) -> Iterator[None]:
+    """Answers questions for the GPU's name and properties without CUDA, with what a forked process found out.
+
+    Args:
+        cuda: ``torch.cuda``.
+    """
+    if not cuda.is_available():
+        yield
+        return
+    with FORK.Pool(1) as pool:
+        name, capability, properties = pool.apply(_describe_device)
+    known = {
+        "get_device_name": name,
+        "get_device_capability": capability,
+        "get_device_properties": SimpleNamespace(**properties),
+    }
+    originals = {what: getattr(cuda, what) for what in known}
+    for what, value in known.items():
+        setattr(cuda, what, lambda *_, value=value, **__: value)
+    try:
+        yield
+    finally:
+        for what, original in originals.items():
+            setattr(cuda, what, original)
+
+
+def _describe_device() -> tuple[str, tuple[int, int], dict[str, Any]]:
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    plain = {what: getattr(properties, what) for what in dir(properties) if not what.startswith("_")}
+    plain = {what: value for what, value in plain.items() if isinstance(value, (int, str, float))}
+    return torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0), plain
 
 
 def serve(address: str, checkout: Path) -> NoReturn:
@@ -98,7 +140,7 @@ def _train(arguments: list[str]) -> int:
             torch.cuda.init()
         except RuntimeError as error:
             print(f"CUDA after the fork: {error}; starting a new process", flush=True)
-            return subprocess.run([sys.executable, "-m", LAUNCHER, *arguments], check=False).returncode
+            return subprocess.run(fresh(arguments), check=False).returncode
     if GATE in os.environ:
         _wait_before_training(Path(os.environ[GATE]))
     try:
@@ -137,20 +179,23 @@ def _end_with(connection: socket.socket) -> None:
 
 def run(address: str, arguments: list[str]) -> int:
     """Has `arguments` (a script and its own) run by the server at `address`, or a new process; returns its status."""
-    with closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = FIRST_PORT + os.getpid() % PORTS
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     environment = dict(os.environ) | rank | {"MASTER_PORT": str(port)}
     request = {"arguments": arguments, "environment": environment, "folder": os.getcwd()}
     server = _connect(address)
     if server is None:
         print(f"no server at {address}; starting a new process", flush=True)
-        return subprocess.run([sys.executable, "-m", LAUNCHER, *arguments], env=environment, check=False).returncode
+        return subprocess.run(fresh(arguments), env=environment, check=False).returncode
     with closing(server) as connection:
         socket.send_fds(connection, [json.dumps(request).encode()], [1, 2])
         status = connection.recv(1)
     return status[0] if status else 1
+
+
+def fresh(arguments: list[str]) -> tuple[str, ...]:
+    """The command of a run that loads everything itself."""
+    return (sys.executable, "-m", "benchmarks.preloaded", "fresh", *arguments)
 
 
 def _connect(address: str) -> socket.socket | None:
@@ -172,6 +217,9 @@ def main() -> None:
     match sys.argv[1:]:
         case ["serve", address, checkout]:
             serve(address, Path(checkout))
+        case ["fresh", script, *arguments]:
+            sys.path.insert(0, str(Path(script).resolve().parent))
+            raise SystemExit(_train([script, *arguments]))
         case ["run", address, script, *arguments]:
             raise SystemExit(run(address, [script, *arguments]))
     raise SystemExit(__doc__)

@@ -127,6 +127,38 @@ def test_every_run_that_waits_for_another_names_one_of_the_list():
     assert named <= set(names)
 
 
+class Cuda:
+    """Stands for ``torch.cuda``."""
+
+    def __init__(self, there: bool) -> None:
+        self.is_available = lambda: there
+        self.get_device_name = self.get_device_capability = self.get_device_properties = self.touch
+
+    def touch(self, *_: object) -> None:
+        raise AssertionError("CUDA is touched")
+
+
+def test_while_loading_the_device_is_described_by_another_process(monkeypatch):
+    monkeypatch.setattr(preloaded, "_describe_device", described)
+    cuda = Cuda(there=True)
+    with preloaded.device_described(cuda):
+        assert cuda.get_device_name(0) == "some GPU"
+        assert cuda.get_device_capability() == (9, 0)
+        assert cuda.get_device_properties(device=0).pid != os.getpid()
+    for name in ("get_device_name", "get_device_capability", "get_device_properties"):
+        with pytest.raises(AssertionError, match="CUDA is touched"):
+            getattr(cuda, name)(0)
+
+
+def described():
+    return "some GPU", (9, 0), {"pid": os.getpid()}
+
+
+def test_without_a_gpu_nothing_is_described():
+    with preloaded.device_described(Cuda(there=False)):
+        pass
+
+
 def test_the_client_loads_no_torch():
     code = "import sys, benchmarks.preloaded; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
