@@ -1,7 +1,7 @@
 # make train      train a small GPT with Megatron and sparse attention on this machine (options below)
 # make test       the tests (minutes)          make test-full   the exhaustive matrix (hours)
 # make test-gpu   the tests that need a GPU    make check       ruff, mypy, docstrings, format
-#                                              make format      what of it can be put right by itself
+# make docs       the documentation, build/docs  make format     what make check can put right by itself
 # make setup      .venv with everything needed; the other commands do it first where it is missing
 # make cuda       build the CUDA library into the source tree (make setup does it where there is a GPU and nvcc)
 # make clean      remove what make made, but data/ and runs/ (make clean-all: these too)
@@ -27,7 +27,7 @@ VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 given = $(if $(and $(filter command,$(origin $1)),$(value $1)),--$2="$$$1")
 export PYTHON
 
-.PHONY: help setup cuda train test test-full test-gpu check format clean clean-all
+.PHONY: help setup cuda train test test-full test-gpu check docs format clean clean-all
 help:
 	@sed -n 's/^# \{0,1\}//p;/^SHELL/q' Makefile
 
@@ -63,6 +63,11 @@ check: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(CXX_FILES) | xargs -r $(BIN)/clang-format --dry-run --Werror
+
+# Python's warnings are Megatron's about packages that are not installed; those of Sphinx are errors.
+docs: $(VENV)/installed
+	PYTHONWARNINGS=ignore $(BIN)/python -m sphinx -q -E -a -W --keep-going -c docs . build/docs
+	@echo "build/docs/index.html"
 
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix .
