@@ -17,7 +17,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,7 @@ class Single:
 
     options: Options
     sockets: Path
+    ranks: int = 1
 
     def start(self, name: str, words: str) -> tuple[str, ...]:
         """The command of a run that is forked."""
@@ -125,8 +126,26 @@ class Single:
         script = checkout / SCRIPTS.get(name, "pretrain_gpt.py")
         if name == "packed":
             script = ROOT / "tests" / "megatron" / "pretrain_packed.py"
-        client = (sys.executable, "-m", "benchmarks.preloaded", "run", self.socket(older))
+        client = (sys.executable, "-m", "benchmarks.preloaded", "run", self.socket(older), str(self.ranks))
         return (*client, str(script.resolve()), *self.options.arguments(name, words))
+
+    def functional_test(self, case: str, step: str) -> Run:
+        """A functional test, which records its golden values or is compared with them."""
+        start = (sys.executable, "-m", "tests.functional_tests", "run", case, "--megatron", str(self.options.megatron))
+        flags = ("--record",) if step == "recorded" else ()
+        extra = ("--extra", self.options.extra) if self.options.extra else ()
+        output = ("--output", str(self.options.out / "golden" / step))
+        after = f"{case}_recorded" if step == "repeated" else None
+        return Run(f"{case}_{step}", "single", (*start, *output, *flags, *extra), after=after)
+
+    def gated(self, name: str, words: str, chosen: dict[str, str]) -> Run:
+        """8 steps of one long sequence, with the GPUs to itself."""
+        length = self.options.speed_length
+        steps = f"--seq-length {length} --max-position-embeddings {length} --global-batch-size 1 --train-iters 8"
+        gate = self.options.out / f"{name}.gate"
+        metrics = f"--mtraining-metrics {self.options.out}/{name}.jsonl" if OURS in words else ""
+        command = self.start(name, f"{words} {MODEL} {steps} --lr-warmup-iters 1 {metrics}")
+        return Run(name, "gated", command, chosen | {"BENCHMARK_GATE": str(gate)}, gate=gate)
 
     def socket(self, older: bool) -> str:
         """The address of the server that has loaded one of the checkouts."""
@@ -151,11 +170,7 @@ def variables(name: str) -> dict[str, str]:
 
 def golden(single: Single, step: str = "recorded") -> Iterator[Run]:
     """The functional test, which records its golden values."""
-    start = (sys.executable, "-m", "tests.functional_tests", "run", CASE, "--megatron", str(single.options.megatron))
-    flags = ("--record",) if step == "recorded" else ()
-    extra = ("--extra", single.options.extra) if single.options.extra else ()
-    output = ("--output", str(single.options.out / "golden" / step))
-    yield Run(f"{CASE}_{step}", "single", (*start, *output, *flags, *extra))
+    yield single.functional_test(CASE, step)
 
 
 def repeated(single: Single) -> Iterator[Run]:
@@ -171,14 +186,9 @@ def curves(single: Single) -> Iterator[Run]:
 
 
 def speed(single: Single) -> Iterator[Run]:
-    """8 steps of one long sequence, each run with the GPU to itself."""
-    length = single.options.speed_length
-    steps = f"--seq-length {length} --max-position-embeddings {length} --global-batch-size 1 --train-iters 8"
+    """Each run of the group has the GPU to itself."""
     for name, words in SPEED.items():
-        gate = single.options.out / f"{name}.gate"
-        metrics = f"--mtraining-metrics {single.options.out}/{name}.jsonl" if OURS in words else ""
-        command = single.start(name, f"{words} {MODEL} {steps} --lr-warmup-iters 1 {metrics}")
-        yield Run(name, "gated", command, variables(name) | {"BENCHMARK_GATE": str(gate)}, gate=gate)
+        yield single.gated(name, words, variables(name))
 
 
 def checks(single: Single) -> Iterator[Run]:
@@ -211,30 +221,34 @@ def judge(result: dict[str, Any], logs: Path) -> dict[str, Any]:
         result["tests"] = re.findall(r"\d+ (?:passed|failed|skipped|errors?)\b", text)
     elif name.startswith("evaluation") and "validation_loss" not in result:
         result["status"] = result["status"] or 1
-    elif name in (*CHECKS, *CURVES, *SPEED) and name != "evaluation_longer":
+    elif not name.startswith("gpt_") and name != "evaluation_longer":
         finite = result["loss"] and all(loss is not None and math.isfinite(loss) for loss in result["loss"])
         result["status"] = result["status"] or int(not finite)
     return result
 
 
-def main() -> None:
-    """Runs the groups; the next begins while the last one ends."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def parse(description: str, groups: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=description.split("\n", maxsplit=1)[0])
     parser.add_argument("--megatron", type=Path, required=True, help="a checkout of Megatron-LM")
     parser.add_argument("--older", type=Path, required=True, help="one of an older release, for some of the runs")
     parser.add_argument("--data", required=True, help="prefix of a dataset of examples/prepare_text.py")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--groups", default=",".join(GROUPS), help=f"of {', '.join(GROUPS)}")
+    parser.add_argument("--groups", default=",".join(groups), help=f"of {', '.join(groups)}")
     parser.add_argument("--only", default="", help="names of runs, separated by commas (default: all)")
     parser.add_argument("--speed-length", type=int, default=65536, help="tokens of the sequence of the group speed")
     parser.add_argument("--extra", default="", help="more options of Megatron for every run")
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def run_groups(given: argparse.Namespace, groups: dict[str, Callable[[Single], Iterator[Run]]], ranks: int = 1) -> None:
+    """Runs the groups, with `ranks` processes a run; the next begins while the last one ends."""
     given.out.mkdir(parents=True, exist_ok=True)
     out = given.out.resolve()
     options = Options(given.megatron, given.older, given.data, out, given.speed_length, given.extra)
-    single = Single(options, out)
+    single = Single(options, out, ranks)
     only = set(filter(None, given.only.split(",")))
-    runs = [run for group in given.groups.split(",") for run in GROUPS[group](single) if not only or run.name in only]
+    runs = [run for group in given.groups.split(",") for run in groups[group](single) if not only or run.name in only]
 
     def note(result: dict[str, Any]) -> None:
         result = judge(result, out / "logs")
@@ -250,6 +264,11 @@ def main() -> None:
     finally:
         for server in servers:
             server.terminate()
+
+
+def main() -> None:
+    """Runs the groups."""
+    run_groups(parse(str(__doc__), list(GROUPS)), GROUPS)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Starts training scripts from a process that has loaded Megatron-LM already: most of a short run is loading it.
 
     python -m benchmarks.preloaded serve SOCKET CHECKOUT             load once, then fork a process for each run
-    python -m benchmarks.preloaded run SOCKET SCRIPT [ARGUMENT ...]  one run, with this command's environment and output
+    python -m benchmarks.preloaded run SOCKET RANKS SCRIPT [ARGUMENT ...]
+                                                                     one run, with this command's environment and output
 
-A run does in the forked process what `python -m megatron_mtraining.launch SCRIPT ARGUMENT ...` does as the only rank, in the
+A run does in RANKS forked processes what `python -m megatron_mtraining.launch SCRIPT ARGUMENT ...` does on each rank, in the
 same order: the launcher, too, loads all of Megatron before it hooks anything. CUDA is not touched before the fork: modules
 that ask for the device while they are loaded are told what another process was. Should CUDA have been touched all the same, or
 no server be there, a run loads everything itself.
@@ -17,6 +18,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import selectors
 import signal
 import socket
 import subprocess
@@ -25,7 +27,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -140,7 +142,7 @@ def _train(arguments: list[str]) -> int:
             torch.cuda.init()
         except RuntimeError as error:
             print(f"CUDA after the fork: {error}; starting a new process", flush=True)
-            return subprocess.run(fresh(arguments), check=False).returncode
+            return subprocess.run((sys.executable, "-m", *fresh(arguments)), check=False).returncode
     if GATE in os.environ:
         _wait_before_training(Path(os.environ[GATE]))
     try:
@@ -177,25 +179,38 @@ def _end_with(connection: socket.socket) -> None:
         os.killpg(0, signal.SIGKILL)
 
 
-def run(address: str, arguments: list[str]) -> int:
-    """Has `arguments` (a script and its own) run by the server at `address`, or a new process; returns its status."""
+def run(address: str, ranks: int, arguments: list[str]) -> int:
+    """Has `arguments` (a script and its own) run by the server at `address`, or by new processes; returns the status.
+
+    The first rank that fails ends the others.
+    """
     port = FIRST_PORT + os.getpid() % PORTS
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    environment = dict(os.environ) | rank | {"MASTER_PORT": str(port)}
-    request = {"arguments": arguments, "environment": environment, "folder": os.getcwd()}
-    server = _connect(address)
-    if server is None:
-        print(f"no server at {address}; starting a new process", flush=True)
-        return subprocess.run(fresh(arguments), env=environment, check=False).returncode
-    with closing(server) as connection:
-        socket.send_fds(connection, [json.dumps(request).encode()], [1, 2])
-        status = connection.recv(1)
-    return status[0] if status else 1
+    servers = [_connect(address) for _ in range(ranks)]
+    if None in servers:
+        print(f"no server at {address}; starting new processes", flush=True)
+        start = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m")
+        return subprocess.run((*start, *fresh(arguments)), check=False).returncode
+    world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+    with ExitStack() as stack, selectors.DefaultSelector() as running:
+        for rank, server in enumerate(servers):
+            assert server is not None
+            stack.enter_context(closing(server))
+            numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
+            request = {"arguments": arguments, "environment": dict(os.environ) | world | numbers, "folder": os.getcwd()}
+            socket.send_fds(server, [json.dumps(request).encode()], [1, 2])
+            running.register(server, selectors.EVENT_READ)
+        while running.get_map():
+            for key, _ in running.select():
+                status = key.fileobj.recv(1)  # type: ignore[union-attr]
+                running.unregister(key.fileobj)
+                if status != b"\0":
+                    return status[0] if status else 1
+    return 0
 
 
 def fresh(arguments: list[str]) -> tuple[str, ...]:
-    """The command of a run that loads everything itself."""
-    return (sys.executable, "-m", "benchmarks.preloaded", "fresh", *arguments)
+    """The module, and what to tell it, of a rank that loads everything itself."""
+    return ("benchmarks.preloaded", "fresh", *arguments)
 
 
 def _connect(address: str) -> socket.socket | None:
@@ -220,8 +235,8 @@ def main() -> None:
         case ["fresh", script, *arguments]:
             sys.path.insert(0, str(Path(script).resolve().parent))
             raise SystemExit(_train([script, *arguments]))
-        case ["run", address, script, *arguments]:
-            raise SystemExit(run(address, [script, *arguments]))
+        case ["run", address, ranks, script, *arguments] if ranks.isdigit() and int(ranks) > 0:
+            raise SystemExit(run(address, int(ranks), [script, *arguments]))
     raise SystemExit(__doc__)
 
 

@@ -55,9 +55,9 @@ def server(tmp_path, monkeypatch):
     process.join()
 
 
-def client(address: str, program: Path, **variables: str) -> subprocess.Popen[str]:
+def client(address: str, program: Path, ranks: int = 1, **variables: str) -> subprocess.Popen[str]:
     """A run, as the pool starts it."""
-    command = (sys.executable, "-m", "benchmarks.preloaded", "run", address, str(program))
+    command = (sys.executable, "-m", "benchmarks.preloaded", "run", address, str(ranks), str(program))
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | variables, cwd=ROOT)
 
 
@@ -67,6 +67,29 @@ def test_a_forked_run_has_its_clients_output_environment_and_status(server, tmp_
     program.write_text(f"os.write(1, (' '.join(({words})) + '\\n').encode())")  # sys.stdout is pytest's here
     run = client(server, program, WORD="this")
     assert run.communicate(timeout=20)[0] == f"this 0 {ROOT}\n"
+    assert run.returncode == 7
+
+
+def test_ranks_share_a_rendezvous_and_have_numbers_of_their_own(server, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "names = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_PORT')\n"
+        "os.write(1, (' '.join(os.environ[name] for name in names) + '\\n').encode())\n"
+        f"folder = Path({str(tmp_path)!r})\n"
+        "(folder / ('rank' + os.environ['RANK'])).touch()\n"
+        "while not all((folder / name).exists() for name in ('rank0', 'rank1')): time.sleep(0.01)"
+    )
+    run = client(server, program, 2)
+    first, second = sorted(line.split() for line in run.communicate(timeout=20)[0].splitlines())
+    assert (first[:3], second[:3]) == (["0", "0", "2"], ["1", "1", "2"])
+    assert first[3] == second[3]
+
+
+def test_a_rank_that_fails_ends_the_others(server, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("time.sleep(0.2 if os.environ['RANK'] == '1' else 60)")
+    run = client(server, program, 2)
+    run.communicate(timeout=20)
     assert run.returncode == 7
 
 
@@ -96,7 +119,7 @@ def test_a_forked_run_ends_with_its_client(server, tmp_path):
 
 def test_without_a_server_a_process_of_its_own_is_started(tmp_path, monkeypatch):
     monkeypatch.setattr(preloaded, "PATIENCE", 0.1)
-    assert preloaded.run(str(tmp_path / "none"), ["no_such_script.py"]) == 1
+    assert preloaded.run(str(tmp_path / "none"), 1, ["no_such_script.py"]) == 1
 
 
 @pytest.mark.parametrize(
