@@ -113,7 +113,7 @@ def test_fast_mode_is_as_accurate(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", kernels())
-def test_offsets_beyond_32_bits(kernel: str) -> None:
+def test_offsets_beyond_32_bits(kernel: str) -> None:  # I1
     """2^31 elements and one block more: the first and the last rows are right."""
     heads, kv_heads, dim = 32, 4, 128
     for seq_len in (524288, 524352):
