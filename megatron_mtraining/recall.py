@@ -179,6 +179,6 @@ def _group(documents: Documents, probes: ProbeTables, mine: Tensor, number: int,
     ranges = torch.stack([renumbered, renumbered + has_one.long()], 1).int()
     row_block = torch.where(has_one, probes.blocks[(first + number).clamp(max=probes.blocks.numel() - 1)].long(), -1)
     distance = row_block[mine] - mine
-    some = ProbeTables(probes.blocks[tiles], probes.rows[tiles], ranges)
+    some = ProbeTables(probes.blocks[tiles], probes.rows[tiles], ranges, probes.segments[tiles])
     line = documents.doc_start[mine].long() + distance.clamp(min=0)
     return _Group(some.to(device), tiles.to(device), (distance > 0).to(device), line.to(device))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, reduce
 
 import torch
 from torch import Tensor
@@ -31,11 +31,31 @@ MINFERENCE_LOCAL_BLOCKS = 2
 
 
 @dataclass(frozen=True)
+class ProbeSegment:
+    """The probe tiles of one segment of every document that has so many (all tiles, where there is one segment).
+
+    Attributes:
+        probes: the tables of these tiles alone.
+        tiles: their numbers among all tiles, int64; None: all of them.
+        outside: bool ``[local_blocks * 64]``, local columns that no later row of the segment can need; None: none.
+    """
+
+    probes: ProbeTables
+    tiles: Tensor | None = None
+    outside: Tensor | None = None
+
+    def of(self, x: Tensor, dim: int) -> Tensor:
+        """The part of ``x`` that belongs to the segment's tiles, which lie along ``dim``."""
+        return x if self.tiles is None else x.index_select(dim, self.tiles)
+
+
+@dataclass(frozen=True)
 class IndexTables:
     """Everything about one rank's part of an estimation that depends on shapes alone, on the device.
 
     Attributes:
         probes: the probe tiles.
+        segments: the same by segment, the documents' ends first.
         owned: ``(tile, local block)`` of the probe tiles whose rows this rank holds.
         doc_start: int32 ``[n]``.
         kv_blocks: int32 ``[local_blocks]``, global block of each local block.
@@ -45,6 +65,7 @@ class IndexTables:
     """
 
     probes: ProbeTables
+    segments: tuple[ProbeSegment, ...]
     owned: tuple[tuple[int, int], ...]
     doc_start: Tensor
     kv_blocks: Tensor
@@ -74,12 +95,29 @@ def _column_tables(documents: Documents, blocks: Tensor) -> tuple[Tensor, Tensor
     return segment.repeat_interleave(BLOCK), position.flatten()
 
 
+def _probe_segments(probes: ProbeTables, blocks: Tensor, device: torch.device) -> tuple[ProbeSegment, ...]:
+    """The tiles by segment. A segment's columns from its last block on reach none of its rows but by distance 0."""
+    count = int(probes.segments.max()) + 1
+    if count == 1:
+        return (ProbeSegment(probes.to(device)),)
+    found = []
+    for number in range(count):
+        kept = probes.segments == number
+        some = probes.only(kept)
+        last = some.block_probes[:, 1].long() - 1  # the last tile of each block's document, -1 in documents without one
+        has_one = some.block_probes[:, 1] > some.block_probes[:, 0]
+        end = torch.where(has_one, some.blocks[last.clamp(min=0)].long(), -1)[blocks.long()]
+        outside = (blocks >= end).repeat_interleave(BLOCK)
+        found.append(ProbeSegment(some.to(device), kept.nonzero().flatten().to(device), outside.to(device)))
+    return tuple(found)
+
+
 @lru_cache(maxsize=32)
 def index_tables(
     documents: Documents, layout: Layout, cp_rank: int, config: MTrainingConfig, device: torch.device
 ) -> IndexTables:
     """The tables of one rank, made once per (documents, layout, config, device)."""
-    probes = ProbeTables.make(documents, config.last_q)
+    probes = ProbeTables.make(documents, config.last_q, config.probe_segments)
     local = {int(block): place for place, block in enumerate(layout.block_position[cp_rank].tolist())}
     owned = tuple((tile, local[block]) for tile, block in enumerate(probes.blocks.tolist()) if block in local)
     blocks = layout.block_position[cp_rank]
@@ -90,6 +128,7 @@ def index_tables(
     offset = torch.arange(documents.num_blocks * BLOCK) - documents.doc_start.repeat_interleave(BLOCK) * BLOCK
     return IndexTables(
         probes=probes.to(device),
+        segments=_probe_segments(probes, blocks, device),
         owned=owned,
         doc_start=document_table(documents, "doc_start", device),
         kv_blocks=blocks.to(device),
@@ -127,17 +166,17 @@ def column_capacity(documents: Documents, config: MTrainingConfig) -> int:
     if config.dense or config.index_policy in ROW_LIST_POLICIES:
         return 0
     most = config.fixed_vertical if config.index_policy == "fixed" else config.max_vertical
-    cap = documents.seq_len if most is None else most + forced_lines(config)[1]
+    cap = documents.seq_len if most is None else most * config.probe_segments + forced_lines(config)[1]
     return min(sum(min(span * BLOCK, cap) for span in documents.spans), documents.num_blocks * BLOCK)
 
 
 @dataclass(frozen=True)
 class ProbeMass:
-    """Masses of the probe rows, in units of 2**-32 of a row.
+    """Masses of the probe rows, in units of 2**-32 of a row, of each segment for itself.
 
     Attributes:
-        slash: int64 ``[batch, heads, n]`` of the slash lines, on every rank; entry ``doc_start + distance``.
-        columns: int64 ``[batch, heads, local_blocks * 64]`` of the rank's own columns.
+        slash: int64 ``[batch, segments * heads, n]`` of the slash lines, on every rank; entry ``doc_start + distance``.
+        columns: int64 ``[batch, segments * heads, local_blocks * 64]`` of the rank's own columns.
         probe_q: ``[batch, tiles, 64, heads, head_dim]``: the probe rows, on every rank.
     """
 
@@ -156,13 +195,33 @@ def probe_masses(call: Estimation, tables: IndexTables) -> Generator[Collective,
     if call.layout.cp_size > 1:
         # Each row is non-zero on one rank only, so the sum is exact in any type.
         probe_q = yield AllReduce(probe_q)
-    args = (probe_q, call.k, probes.blocks, probes.rows, probes.block_probes, tables.doc_start, tables.kv_blocks)
-    ops, scale = call.ops, call.scale
-    row_max = yield AllReduce(ops.probe_row_max(*args, scale), "max")
-    row_sum = yield AllReduce(ops.probe_row_sum(*args, scale, row_max))
-    columns, local_slash = ops.probe_mass(*args, scale, row_max, row_sum)
-    slash = yield AllReduce(local_slash)
-    return ProbeMass(slash, columns, probe_q)
+    ops, where = call.ops, (tables.doc_start, tables.kv_blocks, call.scale)
+    args = (probe_q, call.k, probes.blocks, probes.rows, probes.block_probes, *where)
+    row_max = yield AllReduce(ops.probe_row_max(*args), "max")
+    row_sum = yield AllReduce(ops.probe_row_sum(*args, row_max))
+    columns, slashes = [], []
+    for segment in tables.segments:
+        some = segment.probes
+        queries, maximum, total = segment.of(probe_q, 1), segment.of(row_max, 2), segment.of(row_sum, 2)
+        vertical, slash = ops.probe_mass(
+            queries, call.k, some.blocks, some.rows, some.block_probes, *where, maximum, total
+        )
+        if segment.outside is not None:
+            vertical.masked_fill_(segment.outside, 0)
+        columns.append(vertical)
+        slashes.append(slash)
+    whole = yield AllReduce(_side_by_side(slashes))
+    return ProbeMass(whole, _side_by_side(columns), probe_q)
+
+
+def _side_by_side(parts: list[Tensor]) -> Tensor:
+    """``[batch, segments * heads, ...]`` of the segments' ``[batch, heads, ...]``."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _union(words: Tensor, segments: int) -> Tensor:
+    """Words ``[batch, heads, ...]`` of the lines that any of the segments keeps, ``[batch, segments * heads, ...]``."""
+    return reduce(torch.bitwise_or, words.chunk(segments, 1))
 
 
 def line_steps(call: Estimation) -> Generator[Collective, Tensor, VerticalSlashIndex]:
@@ -171,17 +230,17 @@ def line_steps(call: Estimation) -> Generator[Collective, Tensor, VerticalSlashI
     tables = index_tables(documents, layout, call.cp_rank, call.config, call.device)
     mass = yield from probe_masses(call, tables)
     slash, vertical = line_budgets(call.config, documents)
-    count = len(documents.starts)
+    count, segments = len(documents.starts), len(tables.segments)
     slash_words = yield from select_lines(
         mass.slash, tables.slash_segment, tables.slash_tie, slash, count, ops, shared=True
     )
     local_words = yield from select_lines(
         mass.columns, tables.column_segment, tables.column_tie, vertical, count, ops, shared=layout.cp_size == 1
     )
-    gathered = yield AllGather(local_words)
+    gathered = yield AllGather(_union(local_words, segments))
     words = in_sequence(gathered.permute(1, 2, 0, 3), layout)
     return VerticalSlashIndex(
-        slash_words | tables.forced_slash,
+        _union(slash_words, segments) | tables.forced_slash,
         words | tables.forced_columns,
         documents,
         column_capacity(documents, call.config),
