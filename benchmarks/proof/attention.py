@@ -78,10 +78,15 @@ class JointCoreAttention(MTrainingCoreAttention):
 
 def use(model: GPTModel, name: str) -> None:
     """The attention of a variant in every layer, in the model's mode of training; sparse ones as the plugin puts them."""
-    chosen = variant(name)
-    for number, attention in enumerate(attention_layers(model), 1):
+    use_by_layer(model, [name] * len(attention_layers(model)))
+
+
+def use_by_layer(model: GPTModel, names: list[str]) -> None:
+    """:func:`use` with a variant for each layer."""
+    for number, (attention, name) in enumerate(zip(attention_layers(model), names, strict=True), 1):
+        chosen = variant(name)
         contract = (model.config, number, AttnMaskType.causal, "self")
-        if chosen.config is None:
+        if chosen.config is None or number in chosen.dense_layers:
             core: torch.nn.Module = DenseCoreAttention()
         elif chosen.joint_share is None:
             core = MTrainingCoreAttention(*contract, mtraining=chosen.config)

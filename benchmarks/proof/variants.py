@@ -17,10 +17,12 @@ class Variant:
         config: the attention's options; None: PyTorch's dense attention.
         joint_share: share of the probes' mass for :func:`benchmarks.proof.estimators.joint` over spread probes, in place of
             the config's estimation.
+        dense_layers: layers, from 1, that attend densely all the same.
     """
 
     config: MTrainingConfig | None = None
     joint_share: float | None = None
+    dense_layers: tuple[int, ...] = ()
 
 
 VARIANTS: dict[str, Variant] = {
@@ -31,9 +33,19 @@ VARIANTS: dict[str, Variant] = {
     "joint-0.95": Variant(MTrainingConfig(), joint_share=0.95),
     "joint-0.90": Variant(MTrainingConfig(), joint_share=0.90),
     "xattention-0.90": Variant(MTrainingConfig(index_policy="xattention", top_p=0.90)),
+    **{f"top-p-{share}": Variant(MTrainingConfig(top_p=share)) for share in (0.97, 0.98, 0.99)},
+    "top-p-0.99-uncapped": Variant(MTrainingConfig(top_p=0.99, max_vertical=None)),
+    "top-p-0.95-256-rows": Variant(MTrainingConfig(top_p=0.95, last_q=256)),
+    "top-p-0.95-1024-rows": Variant(MTrainingConfig(top_p=0.95, last_q=1024)),
+    **{
+        f"segments-{count}-{share}": Variant(MTrainingConfig(top_p=share, probe_segments=count))
+        for count in (2, 4, 8, 16, 32, 64)
+        for share in (0.7, 0.8, 0.85, 0.9, 0.95, 0.98)
+    },
     "moba": Variant(MTrainingConfig(index_policy="moba", moba_block_size=512, moba_top_k=12)),
 }
-"""``dense`` is cuDNN's SDPA, ``ring-dense`` this project's own kernel with every distance on."""
+"""``dense`` is cuDNN's SDPA, ``ring-dense`` this project's own kernel with every distance on; ``segments-S-p`` has probe rows
+at the end of each of S parts of the sequence."""
 
 
 def variant(name: str) -> Variant:
