@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.proof.estimators import PROBES, ProbeView, joint, spread_rows
 from benchmarks.proof.variants import variant
 from megatron_mtraining import MTrainingConfig, VerticalSlashIndex, mtraining_attention
+from megatron_mtraining.bitmap import count_bits
+from megatron_mtraining.config import BLOCK
+from megatron_mtraining.documents import segment_ends
 from megatron_mtraining.integration import runtime
 from megatron_mtraining.integration.core_attention import MTrainingCoreAttention
 from megatron_mtraining.integration.layout_mode import CONVERT, LayoutMode
@@ -76,6 +79,61 @@ class JointCoreAttention(MTrainingCoreAttention):
         return out
 
 
+@dataclass(frozen=True)
+class Measured:
+    """The density of lines that hold for some rows only, in the place of an index."""
+
+    value: Tensor
+
+    def density(self) -> Tensor:
+        """fp64 scalar."""
+        return self.value
+
+
+def pairs_of_rows(index: VerticalSlashIndex, first: int) -> Tensor:
+    """int64 ``[batch, heads]``: pairs that the row blocks from ``first`` on keep; one document."""
+    block = torch.arange(index.num_blocks, device=index.slash_words.device)
+    distance = block[first:, None] - block[None, :]
+    slash = index.slash_bits()[:, :, distance.clamp(min=0)] & (distance >= 0)
+    columns = count_bits(index.column_words)[:, :, None, :] * (~slash & (distance > 0))
+    return BLOCK * BLOCK * slash.sum((2, 3)) + BLOCK * columns.sum((2, 3))
+
+
+class OwnLinesCoreAttention(MTrainingCoreAttention):
+    """MTraining attention in which each segment of rows has lines of its own; one rank.
+
+    A segment's rows are those of the attention over the sequence up to its end, so this costs more than it has to: it is for
+    the loss, not for the time.
+
+    Args:
+        segments: of rows, equal parts.
+        options: as of :class:`MTrainingCoreAttention`.
+    """
+
+    def __init__(self, *args: Any, segments: int, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.segments = segments
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **_: Any
+    ) -> Tensor:
+        """``[s, b, h, d]`` in, ``[s, b, h * d]`` out."""
+        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+        ends = segment_ends(q.shape[1], self.mtraining.last_q, self.segments)[::-1]
+        outs, pairs, begin = [], torch.zeros((), dtype=torch.int64, device=q.device), 0
+        for end in ends:
+            out, aux = mtraining_attention(*(x[:, :end] for x in (q, k, v)), config=self.mtraining, return_aux=True)
+            outs.append(out[:, begin:])
+            pairs = pairs + pairs_of_rows(aux.index, begin // BLOCK)
+            begin = end
+        state = runtime.current_or_none()
+        recorder = None if state is None else state.recorder
+        if recorder is not None and self.training:
+            density = Measured((pairs.double() / (q.shape[1] ** 2 / 2)).mean())
+            recorder.indices[self.record_number] = (density, aux.layout, aux.inner_size)
+        return torch.cat(outs, 1).transpose(0, 1).flatten(2)
+
+
 def use(model: GPTModel, name: str) -> None:
     """The attention of a variant in every layer, in the model's mode of training; sparse ones as the plugin puts them."""
     use_by_layer(model, [name] * len(attention_layers(model)))
@@ -88,6 +146,8 @@ def use_by_layer(model: GPTModel, names: list[str]) -> None:
         contract = (model.config, number, AttnMaskType.causal, "self")
         if chosen.config is None or number in chosen.dense_layers:
             core: torch.nn.Module = DenseCoreAttention()
+        elif chosen.own_lines > 1:
+            core = OwnLinesCoreAttention(*contract, mtraining=chosen.config, segments=chosen.own_lines)
         elif chosen.joint_share is None:
             core = MTrainingCoreAttention(*contract, mtraining=chosen.config)
         else:

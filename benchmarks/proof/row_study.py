@@ -101,6 +101,21 @@ def study_rows(
             }
 
 
+def configs_of(names: list[str]) -> dict[str, MTrainingConfig]:
+    """The configs of variants that have one index for all rows, as the library estimates it.
+
+    Raises:
+        ValueError: for another variant.
+    """
+    configs = {}
+    for name in names:
+        chosen = variant(name)
+        if chosen.config is None or chosen.joint_share is not None or chosen.own_lines > 1:
+            raise ValueError(f"variant {name!r}: has no index of the library for all rows")
+        configs[name] = chosen.config
+    return configs
+
+
 def planted(text: np.ndarray, length: int, questions: int, phrases: Phrases, seed: int) -> tuple[Tensor, Tensor]:
     """Token ids ``[1, length + 1]`` of a window with planted facts, and the rows that predict the answers' digits."""
     ids = training_sequence(text, length + 1, questions, phrases, np.random.default_rng([seed, 29]))
@@ -120,7 +135,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
-    configs = {name: variant(name).config or MTrainingConfig(dense=True) for name in options.variants}
+    configs = configs_of(options.variants)
     phrases = Phrases.load(options.data / "phrases.json")
     with single_rank() as device, (options.output / f"rows-{options.length}.jsonl").open("w") as file:
         shape, weights = read_weights(options.gguf)

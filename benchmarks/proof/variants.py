@@ -17,11 +17,13 @@ class Variant:
         config: the attention's options; None: PyTorch's dense attention.
         joint_share: share of the probes' mass for :func:`benchmarks.proof.estimators.joint` over spread probes, in place of
             the config's estimation.
+        own_lines: cut the rows into so many segments, each with lines of its own, estimated at its end.
         dense_layers: layers, from 1, that attend densely all the same.
     """
 
     config: MTrainingConfig | None = None
     joint_share: float | None = None
+    own_lines: int = 1
     dense_layers: tuple[int, ...] = ()
 
 
@@ -42,10 +44,15 @@ VARIANTS: dict[str, Variant] = {
         for count in (2, 4, 8, 16, 32, 64)
         for share in (0.7, 0.8, 0.85, 0.9, 0.95, 0.98)
     },
+    **{
+        f"own-lines-{count}-{share}": Variant(MTrainingConfig(top_p=share), own_lines=count)
+        for count in (2, 4, 8, 16, 32)
+        for share in (0.8, 0.9, 0.95, 0.98)
+    },
     "moba": Variant(MTrainingConfig(index_policy="moba", moba_block_size=512, moba_top_k=12)),
 }
 """``dense`` is cuDNN's SDPA, ``ring-dense`` this project's own kernel with every distance on; ``segments-S-p`` has probe rows
-at the end of each of S parts of the sequence."""
+at the end of each of S parts of the sequence, ``own-lines-S-p`` gives each part lines of its own."""
 
 
 def variant(name: str) -> Variant:

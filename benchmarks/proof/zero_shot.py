@@ -24,13 +24,12 @@ from torch import Tensor
 from benchmarks.proof.attention import attention_layers, recorded, use_by_layer
 from benchmarks.proof.corpus import read_ids
 from benchmarks.proof.evaluate import logits_of, token_losses
-from benchmarks.proof.row_study import planted, study_rows
+from benchmarks.proof.row_study import configs_of, planted, study_rows
 from benchmarks.proof.session import single_rank
 from benchmarks.proof.smollm import ROPE_THETA, build_model, read_weights
 from benchmarks.proof.tasks import Phrases
 from benchmarks.proof.train import Data, Plan, train
 from benchmarks.proof.variants import DENSE, variant
-from megatron_mtraining import MTrainingConfig
 
 
 def windows_of(data: Data, plan: Plan, device: torch.device) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
@@ -120,7 +119,7 @@ def main() -> None:
             write(line)
         if options.row_layers:
             tokens, rows = (x.to(device) for x in planted(data.valid, plan.length, plan.questions, phrases, 0))
-            configs = {name: variant(name).config or MTrainingConfig(dense=True) for name in options.variants}
+            configs = configs_of([name for name in options.variants if variant(name).own_lines == 1])
             for line in study_rows(model, tokens, rows, configs, options.row_layers, 1024):
                 write(line)
 
