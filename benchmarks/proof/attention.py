@@ -144,8 +144,10 @@ def use_by_layer(model: GPTModel, names: list[str]) -> None:
     for number, (attention, name) in enumerate(zip(attention_layers(model), names, strict=True), 1):
         chosen = variant(name)
         contract = (model.config, number, AttnMaskType.causal, "self")
-        if chosen.config is None or number in chosen.dense_layers:
+        if chosen.config is None:
             core: torch.nn.Module = DenseCoreAttention()
+        elif number in chosen.dense_layers:
+            core = MTrainingCoreAttention(*contract, mtraining=replace(chosen.config, dense=True))
         elif chosen.own_lines > 1:
             core = OwnLinesCoreAttention(*contract, mtraining=chosen.config, segments=chosen.own_lines)
         elif chosen.joint_share is None:

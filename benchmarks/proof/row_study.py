@@ -15,17 +15,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from benchmarks.proof.capture import capture
 from benchmarks.proof.corpus import read_ids
+from benchmarks.proof.evaluate import planted
 from benchmarks.proof.mass import attention_rows, densities
 from benchmarks.proof.session import single_rank
 from benchmarks.proof.smollm import ROPE_THETA, build_model, load_weights, read_weights
-from benchmarks.proof.tasks import Phrases, answer_rows, training_sequence
+from benchmarks.proof.tasks import Phrases
 from benchmarks.proof.variants import variant
 from megatron_mtraining import MTrainingConfig, VerticalSlashIndex, estimate_index
 from megatron_mtraining.block_lists import Index
@@ -114,12 +114,6 @@ def configs_of(names: list[str]) -> dict[str, MTrainingConfig]:
             raise ValueError(f"variant {name!r}: has no index of the library for all rows")
         configs[name] = chosen.config
     return configs
-
-
-def planted(text: np.ndarray, length: int, questions: int, phrases: Phrases, seed: int) -> tuple[Tensor, Tensor]:
-    """Token ids ``[1, length + 1]`` of a window with planted facts, and the rows that predict the answers' digits."""
-    ids = training_sequence(text, length + 1, questions, phrases, np.random.default_rng([seed, 29]))
-    return torch.from_numpy(ids)[None], torch.from_numpy(answer_rows(ids, phrases))
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ class Variant:
         joint_share: share of the probes' mass for :func:`benchmarks.proof.estimators.joint` over spread probes, in place of
             the config's estimation.
         own_lines: cut the rows into so many segments, each with lines of its own, estimated at its end.
-        dense_layers: layers, from 1, that attend densely all the same.
+        dense_layers: layers, from 1, that keep every line, on the library's own kernels.
     """
 
     config: MTrainingConfig | None = None
@@ -48,6 +48,11 @@ VARIANTS: dict[str, Variant] = {
         f"own-lines-{count}-{share}": Variant(MTrainingConfig(top_p=share), own_lines=count)
         for count in (2, 4, 8, 16, 32)
         for share in (0.8, 0.9, 0.95, 0.98)
+    },
+    **{
+        f"top-p-{share}-dense-{'-'.join(map(str, layers))}": Variant(MTrainingConfig(top_p=share), dense_layers=layers)
+        for share in (0.9, 0.95, 0.98)
+        for layers in ((19,), (8, 19))
     },
     "moba": Variant(MTrainingConfig(index_policy="moba", moba_block_size=512, moba_top_k=12)),
 }

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from benchmarks.proof.attention import attention_layers, recorded, use_by_layer
 from benchmarks.proof.corpus import read_ids
-from benchmarks.proof.evaluate import logits_of, token_losses
-from benchmarks.proof.row_study import configs_of, planted, study_rows
+from benchmarks.proof.evaluate import answers_of, logits_of, planted, token_losses
+from benchmarks.proof.row_study import configs_of, study_rows
 from benchmarks.proof.session import single_rank
 from benchmarks.proof.smollm import ROPE_THETA, build_model, read_weights
 from benchmarks.proof.tasks import Phrases
@@ -56,10 +56,9 @@ def measure(
                 losses.append(token_losses(logits_of(model, ids[:, :-1]), ids[:, 1:]).mean().item())
             density += [index.density() for index, *_ in indices.values()]
         for ids, rows in asked:
-            logits = logits_of(model, ids[:, :-1])[:, rows]
-            labels = ids[:, 1:][:, rows]
-            answer_losses.append(token_losses(logits, labels).mean().item())
-            hits.append((logits.argmax(-1) == labels).view(-1, 5).all(1).float().mean().item())
+            loss, right, count = answers_of(model, ids, rows)
+            answer_losses.append(loss)
+            hits.append(right / count)
     return {
         "loss": float(np.mean(losses)),
         "by_window": losses,
