@@ -8,7 +8,7 @@ from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.integration.options import PREFIX, add_mtraining_arguments
 
 GROUPS = {
-    "lines": "top_p vertical_top_p slash_top_p last_q max_vertical max_slash local_blocks sink_tokens dense",
+    "lines": "top_p vertical_top_p slash_top_p last_q probe_segments max_vertical max_slash local_blocks sink_tokens dense",
     "plan": "dense_layers dense_steps layer_top_p top_p_schedule",
     "guard": "guard_recall guard_density guard_action",
     "layout": "layout layout_mode stripe_size stripe_rotation",
