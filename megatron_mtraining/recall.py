@@ -35,6 +35,7 @@ def probe_recall(
     layout: Layout | None = None,
     cp_group: dist.ProcessGroup | None = None,
     softmax_scale: float | None = None,
+    segments: int | None = None,
 ) -> Tensor:
     """The share of the probe rows' true attention mass that lies on kept lines, each pair counted once.
 
@@ -46,6 +47,8 @@ def probe_recall(
         index: the kept lines of the whole sequence, however they were found.
         config: its ``last_q``, ``probe_segments`` and ``kernel``, and its ``layout`` if none is given.
         layout, cp_group, softmax_scale: as in :func:`megatron_mtraining.mtraining_attention`.
+        segments: look at the ends of so many parts of each document instead of the config's: with more parts than the index
+            was estimated from it is judged by rows that did not choose it.
 
     Returns:
         fp64 ``[batch, heads, documents]``, from 0 to 1; the same bits on every rank.
@@ -65,7 +68,7 @@ def probe_recall(
             k,
             index.keeping_diagonal(),
             last_q=config.last_q,
-            segments=config.probe_segments,
+            segments=config.probe_segments if segments is None else segments,
             layout=context.layout,
             cp_rank=groups.cp_rank,
             scale=context.scale,
