@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megatron_mtraining import MTrainingConfig
 
 DENSE = "dense"
+GUARD_SEGMENTS = 16
 
 
 @dataclass(frozen=True)
@@ -18,12 +19,15 @@ class Variant:
         joint_share: share of the probes' mass for :func:`benchmarks.proof.estimators.joint` over spread probes, in place of
             the config's estimation.
         own_lines: cut the rows into so many segments, each with lines of its own, estimated at its end.
+        head_recall: heads whose lines keep less than this of the attention at the ends of :data:`GUARD_SEGMENTS` parts keep
+            every line (the library's guard with the scope ``head``).
         dense_layers: layers, from 1, that keep every line, on the library's own kernels.
     """
 
     config: MTrainingConfig | None = None
     joint_share: float | None = None
     own_lines: int = 1
+    head_recall: float | None = None
     dense_layers: tuple[int, ...] = ()
 
 
@@ -48,6 +52,17 @@ VARIANTS: dict[str, Variant] = {
         f"own-lines-{count}-{share}": Variant(MTrainingConfig(top_p=share), own_lines=count)
         for count in (2, 4, 8, 16, 32)
         for share in (0.8, 0.9, 0.95, 0.98)
+    },
+    **{
+        f"top-p-{share}-heads-{bound}": Variant(MTrainingConfig(top_p=share), head_recall=bound)
+        for share in (0.9, 0.95, 0.98)
+        for bound in (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9)
+    },
+    **{
+        f"segments-{count}-0.9-dense-8-19": Variant(
+            MTrainingConfig(top_p=0.9, probe_segments=count), dense_layers=(8, 19)
+        )
+        for count in (4, 8)
     },
     **{
         f"top-p-{share}-dense-{'-'.join(map(str, layers))}": Variant(MTrainingConfig(top_p=share), dense_layers=layers)

@@ -13,6 +13,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from benchmarks.proof.row_study import configs_of, study_rows
 from benchmarks.proof.session import single_rank
 from benchmarks.proof.smollm import ROPE_THETA, build_model, read_weights
 from benchmarks.proof.tasks import Phrases
-from benchmarks.proof.train import Data, Plan, train
+from benchmarks.proof.train import Data, Plan, run, train
 from benchmarks.proof.variants import DENSE, variant
 
 
@@ -81,7 +82,15 @@ def sweep(
     for name in by_layer:
         for layer in range(layers):
             names = [name if number == layer else DENSE for number in range(layers)]
-            yield {"variant": name, "layer": layer + 1, **measure(model, names, plain[:2], asked[:1])}
+            yield {"variant": name, "layer": layer + 1, **measure(model, names, plain, asked)}
+
+
+def best_of(lines: list[dict[str, Any]], gap: float) -> str:
+    """The variant of the least density whose loss is at most ``gap`` above dense's; the one of the least loss if none is."""
+    whole = {line["variant"]: line for line in lines if "layer" not in line}
+    base = whole.pop(DENSE)["loss"]
+    near = {name: line["density"] for name, line in whole.items() if line["loss"] - base <= gap}
+    return min(near, key=lambda name: near[name]) if near else min(whole, key=lambda name: whole[name]["loss"])
 
 
 def main() -> None:
@@ -98,6 +107,12 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", required=True)
     parser.add_argument("--by-layer", nargs="*", default=[])
     parser.add_argument("--row-layers", nargs="*", type=int, default=[], help="row study of these layers, from 1")
+    parser.add_argument(
+        "--then-train", nargs="*", type=int, default=[], help="seeds with which the best variant is trained"
+    )
+    parser.add_argument(
+        "--gap", type=float, default=0.01, help="the best keeps the loss within this at the least density"
+    )
     options = parser.parse_args()
     plan = Plan(options.length, options.steps, questions=options.questions, windows=options.windows)
     phrases = Phrases.load(options.data / "phrases.json")
@@ -114,11 +129,23 @@ def main() -> None:
         model = build_model(shape, max_seq=options.length, rope_theta=ROPE_THETA, dtype=torch.bfloat16).to(device)
         for line in train(model, weights, DENSE, options.seed, plan, data, device):
             write(line)
+        swept = []
         for line in sweep(model, data, plan, options.variants, options.by_layer, device):
             write(line)
+            swept.append(line)
+        for seed in options.then_train:
+            name = best_of(swept, options.gap)
+            path = options.output / f"{name}-seed{seed}-{options.length}.jsonl"
+            run(model, weights, name, seed, replace(plan, windows=8, planted=6), data, device, path)
         if options.row_layers:
             tokens, rows = (x.to(device) for x in planted(data.valid, plan.length, plan.questions, phrases, 0))
-            configs = configs_of([name for name in options.variants if variant(name).own_lines == 1])
+            configs = configs_of(
+                [
+                    name
+                    for name in options.variants
+                    if variant(name).own_lines == 1 and variant(name).head_recall is None
+                ]
+            )
             for line in study_rows(model, tokens, rows, configs, options.row_layers, 1024):
                 write(line)
 
