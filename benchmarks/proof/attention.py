@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.proof.estimators import PROBES, ProbeView, joint, spread_rows
-from benchmarks.proof.variants import GUARD_SEGMENTS, variant
+from benchmarks.proof.variants import GUARD_SEGMENTS, LATE, variant
 from megatron_mtraining import MTrainingConfig, VerticalSlashIndex, estimate_index, mtraining_attention
 from megatron_mtraining.bitmap import count_bits
 from megatron_mtraining.config import BLOCK
@@ -182,6 +182,8 @@ def use_by_layer(model: GPTModel, names: list[str]) -> None:
     """:func:`use` with a variant for each layer."""
     for number, (attention, name) in enumerate(zip(attention_layers(model), names, strict=True), 1):
         chosen = variant(name)
+        if chosen.late is not None and number >= LATE:
+            chosen = replace(chosen, config=chosen.late)
         contract = (model.config, number, AttnMaskType.causal, "self")
         if chosen.config is None:
             core: torch.nn.Module = DenseCoreAttention()

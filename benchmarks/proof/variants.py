@@ -8,6 +8,14 @@ from megatron_mtraining import MTrainingConfig
 
 DENSE = "dense"
 GUARD_SEGMENTS = 16
+LATE = 13
+"""First layer, from 1, of those that look far back: the earlier ones turn nearly dense with segments and gain nothing."""
+
+LATE_CONFIGS = {
+    "segments-4-0.9": MTrainingConfig(top_p=0.9, probe_segments=4),
+    "segments-8-0.9": MTrainingConfig(top_p=0.9, probe_segments=8),
+    "segments-8-0.95": MTrainingConfig(top_p=0.95, probe_segments=8),
+}
 
 
 @dataclass(frozen=True)
@@ -21,6 +29,7 @@ class Variant:
         own_lines: cut the rows into so many segments, each with lines of its own, estimated at its end.
         head_recall: heads whose lines keep less than this of the attention at the ends of :data:`GUARD_SEGMENTS` parts keep
             every line (the library's guard with the scope ``head``).
+        late: the options of the layers from :data:`LATE` on, if they differ.
         dense_layers: layers, from 1, that keep every line, on the library's own kernels.
     """
 
@@ -28,6 +37,7 @@ class Variant:
     joint_share: float | None = None
     own_lines: int = 1
     head_recall: float | None = None
+    late: MTrainingConfig | None = None
     dense_layers: tuple[int, ...] = ()
 
 
@@ -63,6 +73,13 @@ VARIANTS: dict[str, Variant] = {
             MTrainingConfig(top_p=0.9, probe_segments=count), dense_layers=(8, 19)
         )
         for count in (4, 8)
+    },
+    **{
+        f"early-{share}-late-{name}-dense-8-19": Variant(
+            MTrainingConfig(top_p=share), late=config, dense_layers=(8, 19)
+        )
+        for share in (0.9, 0.95)
+        for name, config in LATE_CONFIGS.items()
     },
     **{
         f"top-p-{share}-dense-{'-'.join(map(str, layers))}": Variant(MTrainingConfig(top_p=share), dense_layers=layers)
