@@ -110,13 +110,9 @@ def configs_of(names: list[str]) -> dict[str, MTrainingConfig]:
     configs = {}
     for name in names:
         chosen = variant(name)
-        if (
-            chosen.config is None
-            or chosen.joint_share is not None
-            or chosen.own_lines > 1
-            or chosen.head_recall is not None
-        ):
+        if not chosen.has_one_index:
             raise ValueError(f"variant {name!r}: has no index of the library for all rows")
+        assert chosen.config is not None
         configs[name] = chosen.config
     return configs
 

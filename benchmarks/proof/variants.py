@@ -40,6 +40,12 @@ class Variant:
     late: MTrainingConfig | None = None
     dense_layers: tuple[int, ...] = ()
 
+    @property
+    def has_one_index(self) -> bool:
+        """Whether the library's estimation under ``config`` is all there is to it (dense layers aside)."""
+        others = (self.joint_share, self.head_recall, self.late)
+        return self.config is not None and self.own_lines == 1 and others == (None, None, None)
+
 
 VARIANTS: dict[str, Variant] = {
     DENSE: Variant(),

@@ -139,13 +139,7 @@ def main() -> None:
             run(model, weights, name, seed, replace(plan, windows=8, planted=6), data, device, path)
         if options.row_layers:
             tokens, rows = (x.to(device) for x in planted(data.valid, plan.length, plan.questions, phrases, 0))
-            configs = configs_of(
-                [
-                    name
-                    for name in options.variants
-                    if variant(name).own_lines == 1 and variant(name).head_recall is None
-                ]
-            )
+            configs = configs_of([name for name in options.variants if variant(name).has_one_index])
             for line in study_rows(model, tokens, rows, configs, options.row_layers, 1024):
                 write(line)
 
