@@ -45,7 +45,7 @@ def _by_variant(runs: list[Run]) -> dict[str, list[Run]]:
 
 def draw_training(runs: list[Run], path: Path) -> None:
     """Training loss of the first seed; difference to dense and held-out loss by position, means over the paired seeds."""
-    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(16, 4.4), layout="constrained")
+    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(16, 5), layout="constrained")
     by = _by_variant(runs)
     dense = {run.seed: np.array([s["loss"] for s in run.steps]) for run in by["dense"]}
     for name, found in by.items():
@@ -73,7 +73,7 @@ def draw_training(runs: list[Run], path: Path) -> None:
     right.set(title="held-out loss less dense's by position", xlabel="position (K tokens)", ylabel="nats")
     for axes in (left, middle, right):
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
     middle.axhline(0, color="black", linewidth=0.8)
     right.axhline(0, color="black", linewidth=0.8)
     _save(figure, path)
