@@ -219,9 +219,13 @@ def _side_by_side(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
-def _union(words: Tensor, segments: int) -> Tensor:
-    """Words ``[batch, heads, ...]`` of the lines that any of the segments keeps, ``[batch, segments * heads, ...]``."""
-    return reduce(torch.bitwise_or, words.chunk(segments, 1))
+def _union(words: Tensor, segments: int, budget: Selection) -> Tensor:
+    """Words ``[batch, heads, ...]`` of the lines that any of the segments keeps, ``[batch, segments * heads, ...]``.
+
+    Where every line is kept, up to the cap, the documents' ends alone choose: a segment's lines without mass may lie beyond it.
+    """
+    parts = words.chunk(segments, 1)
+    return parts[0] if budget.all_lines else reduce(torch.bitwise_or, parts)
 
 
 def line_steps(call: Estimation) -> Generator[Collective, Tensor, VerticalSlashIndex]:
@@ -237,10 +241,10 @@ def line_steps(call: Estimation) -> Generator[Collective, Tensor, VerticalSlashI
     local_words = yield from select_lines(
         mass.columns, tables.column_segment, tables.column_tie, vertical, count, ops, shared=layout.cp_size == 1
     )
-    gathered = yield AllGather(_union(local_words, segments))
+    gathered = yield AllGather(_union(local_words, segments, vertical))
     words = in_sequence(gathered.permute(1, 2, 0, 3), layout)
     return VerticalSlashIndex(
-        _union(slash_words, segments) | tables.forced_slash,
+        _union(slash_words, segments, slash) | tables.forced_slash,
         words | tables.forced_columns,
         documents,
         column_capacity(documents, call.config),

@@ -118,6 +118,14 @@ def test_segments_keep_what_any_of_them_needs(config: MTrainingConfig, ends: lis
     assert most is None or index.column_capacity == min(len(ends) * most + config.sink_tokens, index.num_blocks * 64)
 
 
+@pytest.mark.parametrize("cap", [None, 700])
+def test_segments_add_nothing_to_every_line(cap: int | None) -> None:
+    q, k = peaked(2048)
+    config = MTrainingConfig(top_p=1, max_vertical=cap, max_slash=None if cap is None else 20)
+    one, several = (estimate_index(q, k, config=replace(config, probe_segments=count)) for count in (1, 4))
+    assert torch.equal(one.slash_words, several.slash_words) and torch.equal(one.column_words, several.column_words)
+
+
 def test_segments_of_documents() -> None:
     """Documents have as many segments as fit; the index has the same bits on every rank and layout."""
     config = MTrainingConfig(top_p=0.6, probe_segments=3)
