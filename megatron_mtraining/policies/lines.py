@@ -9,6 +9,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from ..config import BLOCK, ROW_LIST_POLICIES, MTrainingConfig
 from ..documents import Documents, ProbeTables
 from ..index import VerticalSlashIndex, document_table
 from ..layout import Layout
-from .estimation import Estimation
+from .estimation import Estimation, Steps
 from .select import select_lines
 
 MINFERENCE_SINKS = 30
@@ -132,6 +133,21 @@ def column_capacity(documents: Documents, config: MTrainingConfig) -> int:
 
 
 @dataclass(frozen=True)
+class Probes:
+    """The probe rows and their softmax, on every rank.
+
+    Attributes:
+        arguments: the operands of the probe operators.
+        row_max: fp32 ``[batch, heads, tiles, 64]``, largest score of each row over all keys.
+        row_sum: int64, the same shape: its weights ``exp(s - max)`` in units of 2**-32.
+    """
+
+    arguments: tuple[Any, ...]
+    row_max: Tensor
+    row_sum: Tensor
+
+
+@dataclass(frozen=True)
 class ProbeMass:
     """Masses of the probe rows, in units of 2**-32 of a row.
 
@@ -146,43 +162,70 @@ class ProbeMass:
     probe_q: Tensor
 
 
-def probe_masses(call: Estimation, tables: IndexTables) -> Generator[Collective, Tensor, ProbeMass]:
-    """Attention of the probe rows over all keys, summed by line."""
+def gather_probe_rows(call: Estimation, tables: IndexTables) -> Steps:
+    """The probe rows ``[batch, tiles, 64, heads, head_dim]``, on every rank."""
     batch, _, heads, dim = call.q.shape
-    probes = tables.probes
-    probe_q = call.q.new_zeros((batch, probes.blocks.numel(), BLOCK, heads, dim))
+    tiles = tables.probes.blocks.numel()
+    if call.layout.cp_size == 1 and tiles == 1:
+        ((_, block),) = tables.owned
+        return call.q[:, None, block * BLOCK : (block + 1) * BLOCK]
+    probe_q = call.q.new_zeros((batch, tiles, BLOCK, heads, dim))
     for tile, block in tables.owned:
         probe_q[:, tile] = call.q[:, block * BLOCK : (block + 1) * BLOCK]
     if call.layout.cp_size > 1:
         # Each row is non-zero on one rank only, so the sum is exact in any type.
         probe_q = yield AllReduce(probe_q)
-    args = (probe_q, call.k, probes.blocks, probes.rows, probes.block_probes, tables.doc_start, tables.kv_blocks)
-    ops, scale = call.ops, call.scale
-    row_max = yield AllReduce(ops.probe_row_max(*args, scale), "max")
-    row_sum = yield AllReduce(ops.probe_row_sum(*args, scale, row_max))
-    columns, local_slash = ops.probe_mass(*args, scale, row_max, row_sum)
+    return probe_q
+
+
+def probe_softmax(call: Estimation, tables: IndexTables) -> Generator[Collective, Tensor, Probes]:
+    """Maximum and sum of the probe rows over the keys of all ranks."""
+    probe_q = yield from gather_probe_rows(call, tables)
+    probes, where = tables.probes, (tables.doc_start, tables.kv_blocks, call.scale)
+    arguments = (probe_q, call.k, probes.blocks, probes.rows, probes.block_probes, *where)
+    row_max = yield AllReduce(call.ops.probe_row_max(*arguments), "max")
+    row_sum = yield AllReduce(call.ops.probe_row_sum(*arguments, row_max))
+    return Probes(arguments, row_max, row_sum)
+
+
+def probe_masses(call: Estimation, tables: IndexTables) -> Generator[Collective, Tensor, ProbeMass]:
+    """Attention of the probe rows over all keys, summed by line."""
+    probes = yield from probe_softmax(call, tables)
+    columns, local_slash = call.ops.probe_mass(*probes.arguments, probes.row_max, probes.row_sum)
     slash = yield AllReduce(local_slash)
-    return ProbeMass(slash, columns, probe_q)
+    return ProbeMass(slash, columns, probes.arguments[0])
+
+
+def _kept_columns(
+    call: Estimation, tables: IndexTables, budget: Selection
+) -> Generator[Collective, Tensor, tuple[Tensor, Tensor]]:
+    """Words of the kept columns ``[batch, heads, n]`` and masses of the slash lines ``[batch, heads, n]``, on every rank."""
+    count, ops = len(call.documents.starts), call.ops
+    lines = (tables.column_segment, tables.column_tie)
+    if call.layout.cp_size == 1:  # one operator: the masses of the columns need not be in memory
+        probes = yield from probe_softmax(call, tables)
+        words, slash = ops.probe_columns(
+            *probes.arguments, probes.row_max, probes.row_sum, *lines, count, *budget.arguments
+        )
+        return words, slash
+    mass = yield from probe_masses(call, tables)
+    local_words = yield from select_lines(mass.columns, *lines, budget, count, ops, shared=False)
+    gathered = yield AllGather(local_words)
+    return in_sequence(gathered.permute(1, 2, 0, 3), call.layout), mass.slash
 
 
 def line_steps(call: Estimation) -> Generator[Collective, Tensor, VerticalSlashIndex]:
     """The index of lines. The same bits on every rank, for every number of ranks and layout (of one implementation)."""
-    documents, layout, ops = call.documents, call.layout, call.ops
-    tables = index_tables(documents, layout, call.cp_rank, call.config, call.device)
-    mass = yield from probe_masses(call, tables)
+    documents = call.documents
+    tables = index_tables(documents, call.layout, call.cp_rank, call.config, call.device)
     slash, vertical = line_budgets(call.config, documents)
-    count = len(documents.starts)
+    column_words, slash_mass = yield from _kept_columns(call, tables, vertical)
     slash_words = yield from select_lines(
-        mass.slash, tables.slash_segment, tables.slash_tie, slash, count, ops, shared=True
+        slash_mass, tables.slash_segment, tables.slash_tie, slash, len(documents.starts), call.ops, shared=True
     )
-    local_words = yield from select_lines(
-        mass.columns, tables.column_segment, tables.column_tie, vertical, count, ops, shared=layout.cp_size == 1
-    )
-    gathered = yield AllGather(local_words)
-    words = in_sequence(gathered.permute(1, 2, 0, 3), layout)
     return VerticalSlashIndex(
         slash_words | tables.forced_slash,
-        words | tables.forced_columns,
+        column_words | tables.forced_columns,
         documents,
         column_capacity(documents, call.config),
     )
