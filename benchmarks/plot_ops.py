@@ -41,7 +41,7 @@ def draw(results: dict[str, Any], seq_len: int, target: Path) -> None:
     """A row of panels for each head shape: forward and backward side by side."""
     rows = [r for r in results["rows"] if r["seq_len"] == seq_len and "cp_size" not in r]
     found = shapes(rows)
-    figure, grid = plt.subplots(len(found), 2, figsize=(11, 3.6 * len(found) + 0.6), sharey="row", squeeze=False)
+    figure, grid = plt.subplots(len(found), 2, figsize=(11, 3.6 * len(found) + 0.9), sharey="row", squeeze=False)
     for line, shape in zip(grid, found, strict=True):
         own = [r for r in rows if (r["heads"], r["kv_heads"], r["head_dim"]) == shape]
         for axis, kind in zip(line, ("forward", "backward"), strict=True):
@@ -56,9 +56,12 @@ def draw(results: dict[str, Any], seq_len: int, target: Path) -> None:
         line[0].set_ylabel("TFLOP/s on useful pairs")
     for axis in grid[-1]:
         axis.set_xlabel("density, %")
-    grid[0][1].legend(fontsize=7, loc="lower right")
+    handles = {
+        label: handle for axis in grid.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(handles.values(), handles.keys(), fontsize=7, loc="lower center", ncol=5)
     figure.suptitle(f"{results['device']}, N = {seq_len:,}, bf16, {results['date']}", fontsize=10)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.5 / figure.get_figheight(), 1, 1))
     figure.savefig(target, dpi=110)
 
 
