@@ -19,7 +19,7 @@ template <typename T, int D>
 SelectRoom select_room(bool one_document);
 
 template <typename T, int D>
-void select_launch(const ProbeColumnsParams& params, const ProbeColumnsPlan& plan, int first_pair, unsigned* arrived,
+void select_launch(const ProbeColumnsParams& params, const ProbeColumnsPlan& plan, int first_pair, unsigned* flags,
                    cudaStream_t stream);
 
 }  // namespace mtraining::probe

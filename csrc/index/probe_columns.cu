@@ -115,12 +115,12 @@ void probe_columns(const ProbeColumnsParams& all, const ProbeColumnsPlan& whole,
     p.select.state = workspace;
     p.select.histogram = workspace + states;
     p.select.clear_histogram = true;
-    unsigned* arrived = reinterpret_cast<unsigned*>(workspace + plan.pairs * kPair * search_entries(p.select));
+    unsigned* flags = reinterpret_cast<unsigned*>(workspace + plan.pairs * kPair * search_entries(p.select));
     clear(p.probe.slash_mass, static_cast<int64_t>(p.probe.batch) * p.probe.heads * p.probe.blocks * 8, stream);
     for (int64_t first = 0; first < pairs; first += plan.pairs) {
         if (pairs - first < plan.pairs) plan.pairs = static_cast<int32_t>(pairs - first);
         clear(workspace, whole.workspace * 8, stream);
-        launch(p, plan, static_cast<int>(first), arrived, stream);
+        launch(p, plan, static_cast<int>(first), flags, stream);
     }
 }
 

@@ -3,6 +3,8 @@
 // never reach memory, and a round of the search reads them from where they were summed up.
 #pragma once
 
+#include <map>
+
 #include "index/probe.cuh"
 #include "index/search.cuh"
 
@@ -15,23 +17,24 @@ struct SelectShared {
         Walk walk;                             // first the masses are summed up,
         selection::SharedHistogram histogram;  // then searched
     };
-    selection::SearchScratch<kThreads> scratch;
+    selection::NarrowScratch<kThreads> scratch;
     // After it: masses, int64 [kHeads, range * 64].
 };
 
 constexpr int kMassBytes = kHeads * kBlock * static_cast<int>(sizeof(int64_t));  // of a key block
 
 // One launch works on the pairs of heads first_pair ... first_pair + pairs - 1, each by `members` thread blocks. All of
-// p.select's state and histogram and `arrived` [pairs] are zero at first.
+// p.select's state and histogram and `flags` [2, pairs] are zero at first.
 template <typename T, int D, bool kOneDocument>
 __global__ void __launch_bounds__(kThreads, 2)
     probe_columns_kernel(const __grid_constant__ ProbeColumnsParams p, const __grid_constant__ ProbeColumnsPlan plan,
-                         int first_pair, unsigned* arrived) {
+                         int first_pair, unsigned* flags) {
     extern __shared__ __align__(256) unsigned char dynamic_shared[];
     auto& shared = *reinterpret_cast<SelectShared<D>*>(dynamic_shared);
     auto* masses = reinterpret_cast<int64_t*>(dynamic_shared + sizeof(SelectShared<D>));
     const int pair = blockIdx.x % plan.pairs;
-    selection::Group group{arrived + pair, plan.members, static_cast<int>(blockIdx.x) / plan.pairs};
+    selection::Group group{flags + pair, flags + plan.pairs + pair, plan.members,
+                           static_cast<int>(blockIdx.x) / plan.pairs};
     const Place place(p.probe, first_pair + pair, group.member, plan.range);
     const int stride = plan.range * kBlock;
     for (int i = threadIdx.x; i < kHeads * stride; i += kThreads) masses[i] = 0;
@@ -46,7 +49,14 @@ __global__ void __launch_bounds__(kThreads, 2)
     const int first = place.first_block * kBlock, end = place.end_block * kBlock;
     const int heads = place.second ? kHeads : 1;
     const auto masses_of = [&](int head) { return masses + head * stride - first; };
-    selection::search<kOneDocument, kThreads>(p.select, group, &shared.histogram, shared.scratch,
+    if (kOneDocument) {
+        for (int line = first + threadIdx.x; line < end; line += kThreads) {
+            if (__ldg(p.select.segment + line) >= 0) continue;
+            for (int head = 0; head < heads; ++head) masses_of(head)[line] = -1;
+        }
+        __syncthreads();
+    }
+    selection::search<kOneDocument, kThreads, kOneDocument>(p.select, group, &shared.histogram, shared.scratch,
                                               static_cast<int64_t>(pair) * kHeads, heads, first, end, masses_of);
     for (int head = 0; head < heads; ++head) {
         const int64_t row = static_cast<int64_t>(place.batch) * p.probe.heads + place.first_head + head;
@@ -62,15 +72,14 @@ const void* select_kernel(bool one_document) {
                         : reinterpret_cast<const void*>(&probe_columns_kernel<T, D, false>);
 }
 
-// Thread blocks that the current device holds at once, and the key blocks that each has room for.
+// Thread blocks that a device holds at once, and the key blocks that each has room for.
 template <typename T, int D>
-SelectRoom select_room(bool one_document) {
+SelectRoom ask_room(int device, bool one_document) {
     constexpr int kResident = 2;  // a multiprocessor: as many as the registers allow
-    int device = 0, processors = 0, shared = 0, reserved = 0, most = 0;
+    int processors = 0, shared = 0, reserved = 0, most = 0;
     const auto ask = [&](int* value, cudaDeviceAttr attribute) {
         check_cuda(cudaDeviceGetAttribute(value, attribute, device), "probe_columns: device attributes");
     };
-    check_cuda(cudaGetDevice(&device), "probe_columns: device");
     ask(&processors, cudaDevAttrMultiProcessorCount);
     ask(&shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
     ask(&reserved, cudaDevAttrReservedSharedMemoryPerBlock);
@@ -89,11 +98,23 @@ SelectRoom select_room(bool one_document) {
     return result;
 }
 
+// The same of the current device, asked once a thread.
 template <typename T, int D>
-void select_launch(const ProbeColumnsParams& p, const ProbeColumnsPlan& plan, int first_pair, unsigned* arrived,
+SelectRoom select_room(bool one_document) {
+    int device = 0;
+    check_cuda(cudaGetDevice(&device), "probe_columns: device");
+    thread_local std::map<int, SelectRoom> rooms;
+    const int key = 2 * device + one_document;
+    const auto found = rooms.find(key);
+    if (found != rooms.end()) return found->second;
+    return rooms[key] = ask_room<T, D>(device, one_document);
+}
+
+template <typename T, int D>
+void select_launch(const ProbeColumnsParams& p, const ProbeColumnsPlan& plan, int first_pair, unsigned* flags,
                    cudaStream_t stream) {
     const unsigned bytes = sizeof(SelectShared<D>) + plan.range * kMassBytes;
-    void* arguments[] = {const_cast<ProbeColumnsParams*>(&p), const_cast<ProbeColumnsPlan*>(&plan), &first_pair, &arrived};
+    void* arguments[] = {const_cast<ProbeColumnsParams*>(&p), const_cast<ProbeColumnsPlan*>(&plan), &first_pair, &flags};
     check_cuda(cudaLaunchCooperativeKernel(select_kernel<T, D>(p.select.documents == 1), plan.pairs * plan.members,
                                            kThreads, arguments, bytes, stream),
                "probe_columns");

@@ -7,7 +7,8 @@ namespace mtraining::selection {
 
 // Thread blocks that work on the same rows. All of them must be resident at once (a cooperative launch).
 struct Group {
-    unsigned* arrived;  // of the group, zero at first
+    unsigned* arrived;  // zero at first, of the group
+    unsigned* ties;     // the same; set where more lines than the cap allows have the last mass that it lets in
     int members, member;
     unsigned passed = 0;
 
@@ -30,22 +31,17 @@ struct Group {
     }
 };
 
-// Shared memory of a search beside the histogram.
-template <int kThreads>
-struct SearchScratch {
-    int64_t warps[kThreads / 32];
-    int best;
-};
-
 // All rounds for `rows` rows from `first_row` of p.state and p.histogram on (both zero at first). The thread block has
 // their lines first ... end - 1; masses_of(r) points at the mass of line 0 of the r-th row. p.clear_histogram is set.
-template <bool kShared, int kThreads, typename MassesOf>
+template <bool kShared, int kThreads, bool kMarked, typename MassesOf>
 __device__ __forceinline__ void search(const SelectParams& p, Group& group, SharedHistogram* shared,
-                                       SearchScratch<kThreads>& scratch, int64_t first_row, int rows, int first, int end,
+                                       NarrowScratch<kThreads>& scratch, int64_t first_row, int rows, int first, int end,
                                        const MassesOf& masses_of) {
     for (int round = 0; round < rounds(p); ++round) {
+        // No ties at any cap: the order of ties does not matter.
+        if (round == p.mass_rounds && *static_cast<volatile unsigned*>(group.ties) == 0) return;
         for (int r = 0; r < rows; ++r) {
-            HistogramPart<kShared, kThreads> part(p, shared, first_row + r);
+            HistogramPart<kShared, kThreads, kMarked> part(p, shared, first_row + r);
             part.begin();
             const int64_t* states = p.state + (first_row + r) * p.documents * kStateFields;
             for (int base = first; base < end; base += kThreads * kLinesPerThread) {
@@ -58,7 +54,10 @@ __device__ __forceinline__ void search(const SelectParams& p, Group& group, Shar
         for (int item = group.member; item < rows * p.documents; item += group.members) {
             const int64_t entry = first_row * p.documents + item;
             narrow_prefixes<kThreads>(p, round, p.state + entry * kStateFields,
-                                      p.histogram + (entry * 2 << p.digit_bits), scratch.warps, &scratch.best);
+                                      p.histogram + (entry * 2 << p.digit_bits), scratch);
+            if (round == p.mass_rounds - 1 && p.cap >= 0 && threadIdx.x == 0 && scratch.held > p.cap) {
+                atomicOr(group.ties, 1u);
+            }
         }
         group.barrier();
     }

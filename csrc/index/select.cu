@@ -33,11 +33,10 @@ __global__ void __launch_bounds__(kHistogramThreads)
 }
 
 __global__ void __launch_bounds__(kThreads) update_kernel(const __grid_constant__ SelectParams p) {
-    __shared__ int64_t scratch[kThreads / 32];
-    __shared__ int best;
+    __shared__ NarrowScratch<kThreads> scratch;
     const int64_t entry = blockIdx.x;
     narrow_prefixes<kThreads>(p, p.round, p.state + entry * kStateFields, p.histogram + (entry * 2 << p.digit_bits),
-                              scratch, &best);
+                              scratch);
 }
 
 // One warp a word.
@@ -54,13 +53,15 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const __grid_constant__ 
 template <bool kShared>
 __global__ void __launch_bounds__(kHistogramThreads) rows_kernel(const __grid_constant__ SelectParams p) {
     __shared__ typename std::conditional<kShared, SharedHistogram, char>::type local;
-    __shared__ SearchScratch<kHistogramThreads> scratch;
+    __shared__ NarrowScratch<kHistogramThreads> scratch;
+    __shared__ unsigned ties;
+    if (threadIdx.x == 0) ties = 0;  // a barrier comes before it is used
     const int64_t row = blockIdx.x;
     SharedHistogram* shared = nullptr;
     if constexpr (kShared) shared = &local;
     const int64_t* masses = p.mass + row * p.lines;
-    Group group{nullptr, 1, 0};
-    search<kShared>(p, group, shared, scratch, row, 1, 0, p.lines, [&](int) { return masses; });
+    Group group{nullptr, &ties, 1, 0};
+    search<kShared, kHistogramThreads, false>(p, group, shared, scratch, row, 1, 0, p.lines, [&](int) { return masses; });
     pack_words<kHistogramThreads>(p, p.state + row * p.documents * kStateFields, masses, 0, p.lines,
                                   p.words + row * ((p.lines + 63) / 64));
 }

@@ -85,8 +85,9 @@ struct SharedHistogram {
     }
 };
 
-// What a thread block adds to the histogram of one row: to shared memory first where there is one document.
-template <bool kShared, int kThreads>
+// What a thread block adds to the histogram of one row: to shared memory first where there is one document. kMarked: lines
+// that are no candidates have a mass of -1 (one document).
+template <bool kShared, int kThreads, bool kMarked = false>
 struct HistogramPart {
     const SelectParams& p;
     const int digits;
@@ -130,8 +131,12 @@ struct HistogramPart {
 #pragma unroll
         for (int i = 0; i < kLinesPerThread; ++i) {
             const int line = base + i * kThreads + static_cast<int>(threadIdx.x);
-            mass[i] = line < end ? masses[line] : 0;
-            document[i] = line < end ? __ldg(p.segment + line) : -1;
+            mass[i] = line < end ? masses[line] : -1;
+            if constexpr (kMarked) {
+                document[i] = mass[i] < 0 ? -1 : 0;
+            } else {
+                document[i] = line < end ? __ldg(p.segment + line) : -1;
+            }
         }
 #pragma unroll
         for (int i = 0; i < kLinesPerThread; ++i) {
@@ -163,23 +168,28 @@ struct HistogramPart {
     }
 };
 
-// Suffix sums of a histogram row, from the highest digit down: thread t of the thread block holds kPerThread digits.
+// Suffix sums of a histogram row, from the highest digit down: each thread of the thread block holds `each` digits.
 template <int kThreads>
 struct Suffix {
     static constexpr int kPerThread = kMostDigits / kThreads;
 
+    const int each, top;  // digits of a thread; its highest
     int64_t values[kPerThread];
-    int64_t before;  // sum of the digits above this thread's
-    int64_t total;
+    int64_t before = 0;  // sum of the digits above this thread's
+    int64_t total = 0;
 
-    __device__ __forceinline__ Suffix(const int64_t* row, int digits, int64_t* scratch) {
+    __device__ __forceinline__ Suffix(const int64_t* row, int digits)
+        : each((digits + kThreads - 1) / kThreads), top(digits - 1 - static_cast<int>(threadIdx.x) * each) {
+#pragma unroll
+        for (int i = 0; i < kPerThread; ++i) values[i] = holds(i) ? row[top - i] : 0;
+    }
+    __device__ __forceinline__ bool holds(int i) const { return i < each && top >= i; }
+
+    // All threads call it, once; `scratch` is shared memory, an entry a warp.
+    __device__ __forceinline__ void scan(int64_t* scratch) {
         int64_t sum = 0;
 #pragma unroll
-        for (int i = 0; i < kPerThread; ++i) {
-            const int digit = top_digit(digits) - i;
-            values[i] = digit >= 0 ? row[digit] : 0;
-            sum += values[i];
-        }
+        for (int i = 0; i < kPerThread; ++i) sum += values[i];
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         int64_t inclusive = sum;
 #pragma unroll
@@ -191,20 +201,16 @@ struct Suffix {
         if (lane == 31) scratch[warp] = inclusive;
         __syncthreads();
         before = inclusive - sum;
-        total = 0;
         for (int w = 0; w < kThreads / 32; ++w) {
             if (w < warp) before += scratch[w];
             total += scratch[w];
         }
     }
-    __device__ static __forceinline__ int top_digit(int digits) {
-        return digits - 1 - static_cast<int>(threadIdx.x) * kPerThread;
-    }
 
     // The highest digit at which `reached(sum of it and of those above)`, 0 if there is none, goes into the prefix, the
-    // sum above it into `above`. `best` is shared memory.
+    // sum above it into `above`, that with its own into `held_there`. `best` and `held_there` are shared memory.
     template <typename Reached>
-    __device__ __forceinline__ void narrow(int digits, int* best, int64_t* prefix, int64_t* above, int shift,
+    __device__ __forceinline__ void narrow(int* best, int64_t* prefix, int64_t* above, int64_t* held_there, int shift,
                                            const Reached& reached) const {
         if (threadIdx.x == 0) *best = 0;
         const int64_t start = *above;
@@ -213,9 +219,8 @@ struct Suffix {
 #pragma unroll
         for (int i = 0; i < kPerThread; ++i) {
             held += values[i];
-            const int digit = top_digit(digits) - i;
-            if (digit >= 0 && reached(held)) {
-                atomicMax(best, digit);
+            if (holds(i) && reached(held)) {
+                atomicMax(best, top - i);
                 break;
             }
         }
@@ -224,8 +229,9 @@ struct Suffix {
         held = start + before;
 #pragma unroll
         for (int i = 0; i < kPerThread; ++i) {
-            if (top_digit(digits) - i == digit) {
+            if (holds(i) && top - i == digit) {
                 *above = held;
+                *held_there = held + values[i];
                 *prefix |= static_cast<int64_t>(digit) << shift;
             }
             held += values[i];
@@ -234,26 +240,35 @@ struct Suffix {
     }
 };
 
-// Narrows the prefixes of one (row, document) by a digit. `scratch` has an entry a warp, it and `best` are shared memory.
+// Shared memory of narrow_prefixes.
+template <int kThreads>
+struct NarrowScratch {
+    int64_t warps[kThreads / 32];
+    int64_t held;  // at the cap's digit
+    int best;
+};
+
+// Narrows the prefixes of one (row, document) by a digit.
 template <int kThreads>
 __device__ __forceinline__ void narrow_prefixes(const SelectParams& p, int round, int64_t* state, int64_t* histogram,
-                                                int64_t* scratch, int* best) {
+                                                NarrowScratch<kThreads>& scratch) {
     using Sums = Suffix<kThreads>;
     const int digits = 1 << p.digit_bits;
     const bool in_mass = round < p.mass_rounds;
-    const int rounds = in_mass ? p.mass_rounds : p.mass_rounds + p.tie_rounds;
-    const int shift = (rounds - 1 - round) * p.digit_bits;
+    const int last = in_mass ? p.mass_rounds : p.mass_rounds + p.tie_rounds;
+    const int shift = (last - 1 - round) * p.digit_bits;
+    Sums mass(histogram, in_mass ? digits : 0), count(histogram + digits, p.cap >= 0 ? digits : 0);
     if (in_mass) {
-        const Sums mass(histogram, digits, scratch);
+        mass.scan(scratch.warps);
         if (round == 0 && threadIdx.x == 0) state[kTotal] = mass.total;
         __syncthreads();
         const int64_t target = p.share_numerator * state[kTotal];
-        mass.narrow(digits, best, state + kShareMass, state + kShareAbove, shift,
+        mass.narrow(&scratch.best, state + kShareMass, state + kShareAbove, &scratch.held, shift,
                     [&](int64_t held) { return held * p.share_denominator >= target; });
     }
     if (p.cap >= 0) {
-        const Sums count(histogram + digits, digits, scratch);
-        count.narrow(digits, best, state + (in_mass ? kCapMass : kCapTie), state + kCapAbove, shift,
+        count.scan(scratch.warps);
+        count.narrow(&scratch.best, state + (in_mass ? kCapMass : kCapTie), state + kCapAbove, &scratch.held, shift,
                      [&](int64_t held) { return held >= p.cap; });
     }
     if (p.clear_histogram) {

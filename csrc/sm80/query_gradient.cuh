@@ -77,11 +77,11 @@ struct QueryGrad {
 
     __device__ __forceinline__ void copy_tiles(int slot) {
         const uint32_t code = shared.list.code[slot];
-        const uint64_t mask = shared.list.mask(slot);
+        const uint64_t rows = Item::rows(code, p.shape.columns);
         auto& stage = shared.stages[slot % 2];
         const bool columns = Item::columns(code);
-        shared.k_source[columns].template copy<D, Config::kThreads>(stage.k, code, mask);
-        shared.v_source[columns].template copy<D, Config::kThreads>(stage.v, code, mask);
+        shared.k_source[columns].template copy<D, Config::kThreads>(stage.k, code, rows);
+        shared.v_source[columns].template copy<D, Config::kThreads>(stage.v, code, rows);
         device::copy_async_commit();
     }
 

@@ -20,6 +20,12 @@ struct Item {
     __device__ static __forceinline__ bool columns(uint32_t code) { return code & 2; }
     __device__ static __forceinline__ int index(uint32_t code) { return (code >> 2) & ((1 << kIndexBits) - 1); }
     __device__ static __forceinline__ int group(uint32_t code) { return code >> (kIndexBits + 2); }
+    // Rows of the tile that exist, of `columns` slots: copies do not pick the rows that take part, as a whole tile is
+    // copied by fewer instructions. The other slots hold finite values (docs/kernels.md).
+    __device__ static __forceinline__ uint64_t rows(uint32_t code, int slots) {
+        const int left = slots - index(code) * kBlock;
+        return columns(code) && left < kBlock ? (uint64_t{1} << left) - 1 : device::kAllRows;
+    }
 };
 
 // Where the tiles of one operand lie: kept in shared memory, so that no register holds it while tiles are worked off.
@@ -82,8 +88,10 @@ struct WorkList {
 
     // Bit c: column c of the tile takes part.
     __device__ __forceinline__ uint64_t mask(int slot) const {
-        if constexpr (kMasks == 0) return device::kAllRows;
-        return Item::columns(code[slot]) ? masks[slot % kMasks] : device::kAllRows;
+        if constexpr (kMasks > 0) {
+            if (Item::columns(code[slot])) return masks[slot % kMasks];
+        }
+        return device::kAllRows;
     }
 
     // Appends candidates in the order (warp, bit, lane), bit u of `active` saying whether this thread's candidate u is

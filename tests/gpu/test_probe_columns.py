@@ -70,6 +70,15 @@ def test_same_bits_as_its_parts(ops, case: Case, last_q: int, cap: int, all_line
     assert kept.any()
 
 
+@pytest.mark.parametrize("documents", [Documents.single(2048), PACKED])
+def test_ties_at_the_cap(ops, documents: Documents) -> None:  # type: ignore[no-untyped-def]
+    """Equal keys have equal masses: the later position wins."""
+    q = torch.randn(1, 2048, 4, 128, device="cuda", dtype=torch.bfloat16)
+    k = torch.ones(1, 2048, 2, 128, device="cuda", dtype=torch.bfloat16)
+    kept = check(ops, q, k, documents, 64, 25, False)
+    assert int(kept.sum(-1).max()) <= 25 * len(documents.starts)
+
+
 @pytest.mark.parametrize(
     ("seq_len", "heads", "dim"),
     [(131072, 16, 128), (524288, 8, 128), (1 << 21, 3, 64)],
