@@ -168,11 +168,11 @@ Tensor lines(Tensor mass, Tensor segment, Tensor tie, int64_t documents, int64_t
     return words;
 }
 
-std::tuple<Tensor, Tensor> columns(Tensor probe_q, Tensor k, Tensor probe_blocks, Tensor probe_rows, Tensor block_probes,
-                                   Tensor doc_start, Tensor kv_blocks, double scale, Tensor row_max, Tensor row_sum,
-                                   Tensor segment, Tensor tie, int64_t documents, int64_t digit_bits,
-                                   int64_t mass_rounds, int64_t tie_rounds, int64_t p_num, int64_t p_den, int64_t cap,
-                                   bool all_lines) {
+std::tuple<Tensor, Tensor> columns(Tensor probe_q, Tensor k, Tensor probe_blocks, Tensor probe_rows,
+                                   Tensor block_probes, Tensor doc_start, Tensor kv_blocks, double scale,
+                                   Tensor row_max, Tensor row_sum, Tensor segment, Tensor tie, int64_t documents,
+                                   int64_t digit_bits, int64_t mass_rounds, int64_t tie_rounds, int64_t p_num,
+                                   int64_t p_den, int64_t cap, bool all_lines) {
     const Arguments a("probe_columns", probe_q);
     check(documents > 0, a.op(), ": documents=", documents, " must be positive");
     check(mass_rounds > 0, a.op(), ": mass_rounds=", mass_rounds, " must be positive");

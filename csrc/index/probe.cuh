@@ -119,8 +119,8 @@ struct Probe {
     float maximum[kM][2];  // pass 1: so far; else: of the row, +inf where it is no probe
     double factor[kM][2];  // pass 3: 2^32 / row sum
     double sum[kM][2];     // pass 2: exact, below 2^53
-    // Masses of the columns of place.first_block ... and of the slash lines: of the first head, and how far the second's
-    // are from it.
+    // Masses of the columns of place.first_block ... and of the slash lines: of the first head, and how far the
+    // second's are from it.
     int64_t* column_mass = nullptr;
     int64_t column_stride = 0;
 
@@ -145,16 +145,14 @@ struct Probe {
         for (int h = 0; h < kHeads; ++h) {
             const T* source = static_cast<const T*>(p.probe_q.data) + place.batch * p.probe_q.batch_stride +
                               tile * p.tile_stride + place.head(h) * p.probe_q.head_stride;
-            Tile::template copy<kThreads>(shared.q(h), source, p.probe_q.row_stride,
-                                          device::kAllRows, threadIdx.x);
+            Tile::template copy<kThreads>(shared.q(h), source, p.probe_q.row_stride, device::kAllRows, threadIdx.x);
         }
     }
 
     __device__ __forceinline__ void copy_keys(int buffer, int block) {
         const T* source = static_cast<const T*>(p.k.data) + place.batch * p.k.batch_stride +
                           place.kv_head * p.k.head_stride + static_cast<int64_t>(block) * kBlock * p.k.row_stride;
-        Tile::template copy<kThreads>(shared.k(buffer), source, p.k.row_stride,
-                                      device::kAllRows, threadIdx.x);
+        Tile::template copy<kThreads>(shared.k(buffer), source, p.k.row_stride, device::kAllRows, threadIdx.x);
         device::copy_async_commit();
     }
 
@@ -394,14 +392,16 @@ struct Probe {
 };
 
 template <typename T, int D, Pass kPass>
-__global__ void __launch_bounds__(kThreads, 2) probe_kernel(const __grid_constant__ ProbeParams p, int pairs, int range) {
+__global__ void __launch_bounds__(kThreads, 2)
+    probe_kernel(const __grid_constant__ ProbeParams p, int pairs, int range) {
     extern __shared__ __align__(256) unsigned char dynamic_shared[];
     const Place place(p, blockIdx.x % pairs, blockIdx.x / pairs, range);
     Probe<T, D, kPass> probe(p, *reinterpret_cast<Shared<D, kPass>*>(dynamic_shared), place);
     if constexpr (kPass == Pass::kMass) {
         const int64_t row = static_cast<int64_t>(place.batch) * p.heads + place.first_head;
         probe.column_stride = static_cast<int64_t>(p.kv_blocks) * kBlock;
-        probe.column_mass = p.column_mass + row * probe.column_stride + static_cast<int64_t>(place.first_block) * kBlock;
+        probe.column_mass =
+            p.column_mass + row * probe.column_stride + static_cast<int64_t>(place.first_block) * kBlock;
     }
     probe.walk();
 }
@@ -424,7 +424,8 @@ void launch(const ProbeParams& p, cudaStream_t stream) {
     range = range < 1 ? 1 : (range > kLongestRange ? kLongestRange : range);
     const int64_t grid = pairs * ((p.kv_blocks + range - 1) / range);
     check(grid <= 0x7fffffff, "probe: batch * heads * key blocks is too large");
-    kernel<<<static_cast<unsigned>(grid), kThreads, kShared, stream>>>(p, static_cast<int>(pairs), static_cast<int>(range));
+    kernel<<<static_cast<unsigned>(grid), kThreads, kShared, stream>>>(p, static_cast<int>(pairs),
+                                                                       static_cast<int>(range));
     check_cuda(cudaGetLastError(), "probe");
 }
 

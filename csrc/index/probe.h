@@ -10,7 +10,8 @@ enum class Pass { kMax, kSum, kMass, kSelect };  // kSelect: masses into shared 
 template <typename T, int D, Pass kPass>
 void launch(const ProbeParams& params, cudaStream_t stream);
 
-// What the device offers to a kernel of Pass::kSelect: thread blocks resident at once, key blocks that one has room for.
+// What the device offers to a kernel of Pass::kSelect: thread blocks resident at once, key blocks that one has room
+// for.
 struct SelectRoom {
     int thread_blocks = 0, range = 0;
 };

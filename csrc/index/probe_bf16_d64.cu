@@ -6,6 +6,7 @@ template void launch<__nv_bfloat16, 64, Pass::kMax>(const ProbeParams&, cudaStre
 template void launch<__nv_bfloat16, 64, Pass::kSum>(const ProbeParams&, cudaStream_t);
 template void launch<__nv_bfloat16, 64, Pass::kMass>(const ProbeParams&, cudaStream_t);
 template SelectRoom select_room<__nv_bfloat16, 64>(bool);
-template void select_launch<__nv_bfloat16, 64>(const ProbeColumnsParams&, const ProbeColumnsPlan&, int, unsigned*, cudaStream_t);
+template void select_launch<__nv_bfloat16, 64>(const ProbeColumnsParams&, const ProbeColumnsPlan&, int, unsigned*,
+                                               cudaStream_t);
 
 }  // namespace mtraining::probe

@@ -74,8 +74,9 @@ void through_memory(const ProbeColumnsParams& all, const ProbeColumnsPlan& plan,
 
 ProbeColumnsPlan plan_probe_columns(const ProbeColumnsParams& p) {
     using namespace probe;
-    const auto ask = select<SelectRoom (*)(bool)>(p.probe, select_room<__nv_bfloat16, 64>, select_room<__nv_bfloat16, 128>,
-                                                  select_room<__half, 64>, select_room<__half, 128>);
+    const auto ask =
+        select<SelectRoom (*)(bool)>(p.probe, select_room<__nv_bfloat16, 64>, select_room<__nv_bfloat16, 128>,
+                                     select_room<__half, 64>, select_room<__half, 128>);
     const int64_t pairs = pairs_of(p.probe), blocks = p.probe.kv_blocks;
     ProbeColumnsPlan plan;
     if (pairs == 0 || blocks == 0) return plan;
@@ -105,7 +106,8 @@ void probe_columns(const ProbeColumnsParams& all, const ProbeColumnsPlan& whole,
     ProbeColumnsPlan plan = whole;
     if (plan.range == 0) {
         if (p.probe.kv_blocks > 0) return through_memory(p, plan, workspace, stream);
-        return clear(p.probe.slash_mass, static_cast<int64_t>(p.probe.batch) * p.probe.heads * p.probe.blocks * 8, stream);
+        return clear(p.probe.slash_mass, static_cast<int64_t>(p.probe.batch) * p.probe.heads * p.probe.blocks * 8,
+                     stream);
     }
     using Launch = void (*)(const ProbeColumnsParams&, const ProbeColumnsPlan&, int, unsigned*, cudaStream_t);
     const auto launch = select<Launch>(p.probe, select_launch<__nv_bfloat16, 64>, select_launch<__nv_bfloat16, 128>,

@@ -1,6 +1,6 @@
-// Third probe pass and selection of the columns in one kernel: a thread block keeps the column masses of two heads and a
-// range of key blocks in shared memory, and the thread blocks of a pair of heads search together what is kept. So masses
-// never reach memory, and a round of the search reads them from where they were summed up.
+// Third probe pass and selection of the columns in one kernel: a thread block keeps the column masses of two heads and
+// a range of key blocks in shared memory, and the thread blocks of a pair of heads search together what is kept. So
+// masses never reach memory, and a round of the search reads them from where they were summed up.
 #pragma once
 
 #include <map>
@@ -57,12 +57,13 @@ __global__ void __launch_bounds__(kThreads, 2)
         __syncthreads();
     }
     selection::search<kOneDocument, kThreads, kOneDocument>(p.select, group, &shared.histogram, shared.scratch,
-                                              static_cast<int64_t>(pair) * kHeads, heads, first, end, masses_of);
+                                                            static_cast<int64_t>(pair) * kHeads, heads, first, end,
+                                                            masses_of);
     for (int head = 0; head < heads; ++head) {
         const int64_t row = static_cast<int64_t>(place.batch) * p.probe.heads + place.first_head + head;
         const int64_t state = (static_cast<int64_t>(pair) * kHeads + head) * p.select.documents;
-        selection::pack_words<kThreads>(p.select, p.select.state + state * selection::kStateFields, masses_of(head), first,
-                                        end, p.select.words + row * p.probe.kv_blocks);
+        selection::pack_words<kThreads>(p.select, p.select.state + state * selection::kStateFields, masses_of(head),
+                                        first, end, p.select.words + row * p.probe.kv_blocks);
     }
 }
 
@@ -90,7 +91,8 @@ SelectRoom ask_room(int device, bool one_document) {
     if (result.range < 1) return result;
     const int bytes = static_cast<int>(sizeof(SelectShared<D>)) + result.range * kMassBytes;
     const void* kernel = select_kernel<T, D>(one_document);
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "probe_columns set-up");
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+               "probe_columns set-up");
     int resident = 0;
     check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, bytes),
                "probe_columns: occupancy");
@@ -114,7 +116,8 @@ template <typename T, int D>
 void select_launch(const ProbeColumnsParams& p, const ProbeColumnsPlan& plan, int first_pair, unsigned* flags,
                    cudaStream_t stream) {
     const unsigned bytes = sizeof(SelectShared<D>) + plan.range * kMassBytes;
-    void* arguments[] = {const_cast<ProbeColumnsParams*>(&p), const_cast<ProbeColumnsPlan*>(&plan), &first_pair, &flags};
+    void* arguments[] = {const_cast<ProbeColumnsParams*>(&p), const_cast<ProbeColumnsPlan*>(&plan), &first_pair,
+                         &flags};
     check_cuda(cudaLaunchCooperativeKernel(select_kernel<T, D>(p.select.documents == 1), plan.pairs * plan.members,
                                            kThreads, arguments, bytes, stream),
                "probe_columns");

@@ -35,8 +35,8 @@ struct Group {
 // their lines first ... end - 1; masses_of(r) points at the mass of line 0 of the r-th row. p.clear_histogram is set.
 template <bool kShared, int kThreads, bool kMarked, typename MassesOf>
 __device__ __forceinline__ void search(const SelectParams& p, Group& group, SharedHistogram* shared,
-                                       NarrowScratch<kThreads>& scratch, int64_t first_row, int rows, int first, int end,
-                                       const MassesOf& masses_of) {
+                                       NarrowScratch<kThreads>& scratch, int64_t first_row, int rows, int first,
+                                       int end, const MassesOf& masses_of) {
     for (int round = 0; round < rounds(p); ++round) {
         // No ties at any cap: the order of ties does not matter.
         if (round == p.mass_rounds && *static_cast<volatile unsigned*>(group.ties) == 0) return;
@@ -65,8 +65,8 @@ __device__ __forceinline__ void search(const SelectParams& p, Group& group, Shar
 
 // Words of a row's lines first ... end - 1 (`first` is a multiple of 64) into words[line / 64].
 template <int kThreads>
-__device__ __forceinline__ void pack_words(const SelectParams& p, const int64_t* states, const int64_t* masses, int first,
-                                           int end, int64_t* words) {
+__device__ __forceinline__ void pack_words(const SelectParams& p, const int64_t* states, const int64_t* masses,
+                                           int first, int end, int64_t* words) {
     for (int base = first + static_cast<int>(threadIdx.x) / 32 * 64; base < end; base += kThreads / 32 * 64) {
         const int64_t word = pack_word(p, states, masses, base, end);
         if (threadIdx.x % 32 == 0) words[base / 64] = word;

@@ -45,7 +45,8 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const __grid_constant__ 
     if (index >= static_cast<int64_t>(p.rows) * words) return;
     const int64_t row = index / words;
     const int first = static_cast<int>(index % words) * 64, lane = threadIdx.x % 32;
-    const int64_t word = pack_word(p, p.state + row * p.documents * kStateFields, p.mass + row * p.lines, first, p.lines);
+    const int64_t word =
+        pack_word(p, p.state + row * p.documents * kStateFields, p.mass + row * p.lines, first, p.lines);
     if (lane == 0) p.words[index] = word;
 }
 
@@ -61,7 +62,8 @@ __global__ void __launch_bounds__(kHistogramThreads) rows_kernel(const __grid_co
     if constexpr (kShared) shared = &local;
     const int64_t* masses = p.mass + row * p.lines;
     Group group{nullptr, &ties, 1, 0};
-    search<kShared, kHistogramThreads, false>(p, group, shared, scratch, row, 1, 0, p.lines, [&](int) { return masses; });
+    search<kShared, kHistogramThreads, false>(p, group, shared, scratch, row, 1, 0, p.lines,
+                                              [&](int) { return masses; });
     pack_words<kHistogramThreads>(p, p.state + row * p.documents * kStateFields, masses, 0, p.lines,
                                   p.words + row * ((p.lines + 63) / 64));
 }

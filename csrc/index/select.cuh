@@ -11,7 +11,7 @@ using Counter = unsigned long long;
 // Entries of a state, see docs/design.md.
 enum State { kShareMass, kShareAbove, kTotal, kCapMass, kCapTie, kCapAbove, kStateFields = 8 };
 
-constexpr int kMostDigits = 2048;  // of a histogram
+constexpr int kMostDigits = 2048;   // of a histogram
 constexpr int kLinesPerThread = 8;  // read at once
 
 struct Digit {
@@ -85,8 +85,8 @@ struct SharedHistogram {
     }
 };
 
-// What a thread block adds to the histogram of one row: to shared memory first where there is one document. kMarked: lines
-// that are no candidates have a mass of -1 (one document).
+// What a thread block adds to the histogram of one row: to shared memory first where there is one document. kMarked:
+// lines that are no candidates have a mass of -1 (one document).
 template <bool kShared, int kThreads, bool kMarked = false>
 struct HistogramPart {
     const SelectParams& p;
@@ -287,8 +287,8 @@ __device__ __forceinline__ bool is_kept(const SelectParams& p, const int64_t* st
 }
 
 // The kept lines first ... first + 63, below `end`, as bits. A warp calls it.
-__device__ __forceinline__ int64_t pack_word(const SelectParams& p, const int64_t* states, const int64_t* masses, int first,
-                                             int end) {
+__device__ __forceinline__ int64_t pack_word(const SelectParams& p, const int64_t* states, const int64_t* masses,
+                                             int first, int end) {
     const auto kept = [&](int line) { return line < end && is_kept(p, states, masses[line], line); };
     const int lane = threadIdx.x % 32;
     const uint32_t low = __ballot_sync(0xffffffffu, kept(first + lane));
@@ -297,6 +297,8 @@ __device__ __forceinline__ int64_t pack_word(const SelectParams& p, const int64_
 }
 
 // Rounds of a selection; where every line is kept and no cap cuts there is nothing to search for.
-__host__ __device__ inline int rounds(const SelectParams& p) { return p.all_lines && p.cap < 0 ? 0 : p.mass_rounds + p.tie_rounds; }
+__host__ __device__ inline int rounds(const SelectParams& p) {
+    return p.all_lines && p.cap < 0 ? 0 : p.mass_rounds + p.tie_rounds;
+}
 
 }  // namespace mtraining::selection

@@ -63,8 +63,8 @@ struct ProbeColumnsParams {
     SelectParams select;
 };
 
-// How the device works it off: pairs of heads a launch, thread blocks a pair and key blocks a thread block (0: masses do
-// not fit into shared memory and go through memory).
+// How the device works it off: pairs of heads a launch, thread blocks a pair and key blocks a thread block (0: masses
+// do not fit into shared memory and go through memory).
 struct ProbeColumnsPlan {
     int32_t pairs = 0, members = 0, range = 0;
     int64_t workspace = 0;  // int64 entries
