@@ -45,8 +45,9 @@ SCHEMAS: dict[str, str] = {
     "probe_row_sum": f"(Tensor probe_q, Tensor k, {_PROBES}, Tensor row_max) -> Tensor",
     "probe_mass": f"(Tensor probe_q, Tensor k, {_PROBES}, Tensor row_max, Tensor row_sum) -> (Tensor, Tensor)",
     "probe_columns": (
-        f"(Tensor probe_q, Tensor k, {_PROBES}, Tensor row_max, Tensor row_sum, Tensor segment, Tensor tie, int documents, int digit_bits, "
-        "int mass_rounds, int tie_rounds, int p_num, int p_den, int cap, bool all_lines) -> (Tensor, Tensor)"
+        f"(Tensor probe_q, Tensor k, {_PROBES}, Tensor row_max, Tensor row_sum, "
+        "Tensor segment, Tensor tie, int documents, int digit_bits, int mass_rounds, int tie_rounds, int p_num, "
+        "int p_den, int cap, bool all_lines) -> (Tensor, Tensor)"
     ),
     "select_histogram": (
         "(Tensor mass, Tensor segment, Tensor tie, Tensor state, int round, int digit_bits, int mass_rounds, "
