@@ -43,11 +43,10 @@ private:
     __device__ __forceinline__ int scan(List& list, int count) {
         const int first = position + (threadIdx.x / 32) * 32 * kUnroll + threadIdx.x % 32;
         int member[kUnroll], q_block[kUnroll], block[kUnroll], document[kUnroll];
+        const Divider heads(q_blocks);
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u) {
-            const int e = min(first + 32 * u, candidates - 1);
-            member[u] = e / q_blocks;
-            q_block[u] = e - member[u] * q_blocks;
+            heads.split(min(first + 32 * u, candidates - 1), &member[u], &q_block[u]);
             block[u] = __ldg(mask.q_blocks + q_block[u]);
         }
 #pragma unroll
@@ -69,10 +68,7 @@ private:
         }
         position += List::kStep;
         return list.template append<kUnroll>(count, active, [&](int slot, int u) {
-            const int e = first + 32 * u, head = e / q_blocks;
-            const int index = e - head * q_blocks;
-            const bool diagonal = !kColumns && __ldg(mask.q_blocks + index) == key_block;
-            list.code[slot] = Item::encode(index, head, diagonal, kColumns);
+            list.code[slot] = Item::encode(q_block[u], member[u], !kColumns && block[u] == key_block, kColumns);
             if constexpr (kColumns) list.masks[slot % List::kMasks] = masks[u];
         });
     }

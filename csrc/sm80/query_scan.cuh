@@ -78,10 +78,11 @@ private:
             diagonal |= distance[u] == 0 ? 1u << u : 0;
         }
         position = min(position + List::kStep, candidates);
+        const Divider chunks(chunk_blocks);
         return list.template append<kUnroll>(count, active, [&](int slot, int u) {
-            const int e = first + 32 * u;
-            const int chunk = e / chunk_blocks;
-            list.code[slot] = Item::encode(e - chunk * chunk_blocks, chunk, (diagonal >> u) & 1, false);
+            int chunk, index;
+            chunks.split(first + 32 * u, &chunk, &index);
+            list.code[slot] = Item::encode(index, chunk, (diagonal >> u) & 1, false);
         });
     }
 

@@ -28,6 +28,23 @@ struct Item {
     }
 };
 
+// Quotient and remainder by a divisor that is the same for many numbers.
+struct Divider {
+    uint32_t divisor, factor;
+
+    __device__ __forceinline__ explicit Divider(int by) : divisor(by), factor(0xffffffffu / divisor) {}
+    __device__ __forceinline__ void split(int number, int* quotient, int* remainder) const {
+        uint32_t q = __umulhi(number, factor);  // the quotient or one less
+        uint32_t r = number - q * divisor;
+        if (r >= divisor) {
+            ++q;
+            r -= divisor;
+        }
+        *quotient = static_cast<int>(q);
+        *remainder = static_cast<int>(r);
+    }
+};
+
 // Where the tiles of one operand lie: kept in shared memory, so that no register holds it while tiles are worked off.
 template <typename T>
 struct TileSource {
