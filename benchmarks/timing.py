@@ -11,6 +11,9 @@ import torch
 QUEUE_CYCLES = 10_000_000
 """Cycles of the work that a queued call waits for: about 5 ms."""
 
+FIRST_CALL_CYCLES = 500_000_000
+"""The same for a first call, which may load kernels or plan: about 0.3 s."""
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -33,7 +36,8 @@ def measure(
         function: enqueues work on the current stream.
         repeats: most repetitions.
         budget_ms: no further repetition once this much was measured.
-        warm_up: one call before the first repetition. Without it the first repetition's memory is reported.
+        warm_up: one call before the first repetition. Without it the first repetition waits behind other work, so that
+            what the host does at a first call is not measured, and its memory is reported.
         queued: behind some milliseconds of other work, as in a model whose launches run ahead of the device. Without it
             the device is idle and waits for every launch.
     """
@@ -46,8 +50,8 @@ def measure(
     times: list[float] = []
     while len(times) < repeats and (not times or sum(times) < budget_ms):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        if queued:
-            torch.cuda._sleep(QUEUE_CYCLES)
+        if queued or not (warm_up or times):
+            torch.cuda._sleep(QUEUE_CYCLES if queued else FIRST_CALL_CYCLES)
         start.record()
         function()
         end.record()

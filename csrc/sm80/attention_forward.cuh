@@ -7,7 +7,7 @@
 
 #include "mtraining/check.h"
 #include "sm80/epilogue.cuh"
-#include "sm80/work_list.cuh"
+#include "sm80/query_scan.cuh"
 
 namespace mtraining::sm80 {
 
@@ -29,7 +29,7 @@ struct ForwardShared {
     alignas(256) unsigned char q[device::Tile<Config::D>::kBytes];
     alignas(256) unsigned char k[device::Tile<Config::D>::kBytes];
     alignas(256) unsigned char v[device::Tile<Config::D>::kBytes];
-    WorkList<Config::kWarps> list;
+    QueryList<Config::kWarps> list;
     TileSource<typename Config::T> k_source[2], v_source[2];  // [1]: columns
 };
 
@@ -77,7 +77,7 @@ struct Forward {
 
     __device__ __forceinline__ void copy_tile(unsigned char* to, const TileSource<T> (&source)[2], int slot) {
         const uint32_t code = shared.list.code[slot];
-        source[Item::columns(code)].template copy<D, kThreads>(to, code, shared.list.mask[slot]);
+        source[Item::columns(code)].template copy<D, kThreads>(to, code, Item::rows(code, p.shape.columns));
         device::copy_async_commit();
     }
 
@@ -89,10 +89,6 @@ struct Forward {
         const uint32_t q = Tile::lane_address(device::shared_address(shared.q), lane);
         const uint32_t k = Tile::lane_address_b(device::shared_address(shared.k), lane);
 #pragma unroll
-        for (int m = 0; m < kM; ++m)
-#pragma unroll
-            for (int n = 0; n < 8; ++n) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0;
-#pragma unroll 4  // a full unroll keeps every address in a register and spills
         for (int d = 0; d < D / 16; ++d) {
             uint32_t a[kM][4];
 #pragma unroll
@@ -103,8 +99,13 @@ struct Forward {
                 device::load_matrix(b, Tile::moved(k, 16 * n, d));
 #pragma unroll
                 for (int m = 0; m < kM; ++m) {
-                    device::mma<T>(s[m][2 * n], a[m], b[0], b[1]);
-                    device::mma<T>(s[m][2 * n + 1], a[m], b[2], b[3]);
+                    if (d == 0) {
+                        device::mma_first<T>(s[m][2 * n], a[m], b[0], b[1]);
+                        device::mma_first<T>(s[m][2 * n + 1], a[m], b[2], b[3]);
+                    } else {
+                        device::mma<T>(s[m][2 * n], a[m], b[0], b[1]);
+                        device::mma<T>(s[m][2 * n + 1], a[m], b[2], b[3]);
+                    }
                 }
             }
         }
@@ -211,7 +212,7 @@ struct Forward {
             __syncthreads();
             if (more) copy_k(t + 1);
             const uint32_t code = shared.list.code[t];
-            const uint64_t mask = shared.list.mask[t];
+            const uint64_t mask = shared.list.mask(t);
             if (Item::diagonal(code) || mask != device::kAllRows) apply_mask(s, Item::diagonal(code), mask);
             update_maximum(s, scale_log2);
             accumulate(s, scale_log2);
