@@ -89,6 +89,10 @@ struct Forward {
         const uint32_t q = Tile::lane_address(device::shared_address(shared.q), lane);
         const uint32_t k = Tile::lane_address_b(device::shared_address(shared.k), lane);
 #pragma unroll
+        for (int m = 0; m < kM; ++m)
+#pragma unroll
+            for (int n = 0; n < 8; ++n) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0;
+#pragma unroll 4  // a full unroll keeps every address in a register and spills
         for (int d = 0; d < D / 16; ++d) {
             uint32_t a[kM][4];
 #pragma unroll
@@ -99,13 +103,8 @@ struct Forward {
                 device::load_matrix(b, Tile::moved(k, 16 * n, d));
 #pragma unroll
                 for (int m = 0; m < kM; ++m) {
-                    if (d == 0) {
-                        device::mma_first<T>(s[m][2 * n], a[m], b[0], b[1]);
-                        device::mma_first<T>(s[m][2 * n + 1], a[m], b[2], b[3]);
-                    } else {
-                        device::mma<T>(s[m][2 * n], a[m], b[0], b[1]);
-                        device::mma<T>(s[m][2 * n + 1], a[m], b[2], b[3]);
-                    }
+                    device::mma<T>(s[m][2 * n], a[m], b[0], b[1]);
+                    device::mma<T>(s[m][2 * n + 1], a[m], b[2], b[3]);
                 }
             }
         }
