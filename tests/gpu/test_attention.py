@@ -44,6 +44,7 @@ CASES = {
     "columns-only": Case(slash=0, vertical=300),
     "dense": Case(slash=16, vertical=0),
     "all-columns": Case(slash=0, vertical=1024),
+    "many-columns": Case(heads=32, kv_heads=8, vertical=900),
     "pieces": Case(cp_size=4, vertical=500, config={"max_compact_columns": 64}),
     "gather-again": Case(cp_size=4, vertical=200, config={"vertical_backward": "gather"}),
 }
