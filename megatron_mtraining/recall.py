@@ -22,6 +22,7 @@ from .documents import Documents, ProbeTables
 from .index import VerticalSlashIndex, document_table
 from .layout import Layout
 from .metrics import timed
+from .nvtx import nvtx_range
 from .ops import Operators, operators
 from .ring_op import aligned, exactly
 
@@ -62,7 +63,7 @@ def probe_recall(
         q, k, k, config, groups, layout=layout, softmax_scale=softmax_scale, documents=index.documents
     )
     q, k = (aligned(pad_to_blocks(x.detach())) for x in (q, k))
-    with exactly(q), timed("recall", q.device), torch.no_grad():
+    with exactly(q), nvtx_range("mtraining recall", q.device), timed("recall", q.device), torch.no_grad():
         steps = recall_steps(
             q,
             k,

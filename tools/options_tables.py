@@ -14,7 +14,7 @@ GROUPS = {
     "layout": "layout layout_mode stripe_size stripe_rotation",
     "ring": "ring inner_across_hosts kernel deterministic vertical_backward chunks_per_launch max_compact_columns",
     "policies": "index_policy fixed_vertical fixed_slash flexprefill_tau xattention_stride moba_block_size moba_top_k",
-    "output": "metrics dump_index dump_steps dump_layers",
+    "output": "log metrics profile_steps dump_index dump_steps dump_layers",
 }
 """Tables of the page and the options in them, in order."""
 

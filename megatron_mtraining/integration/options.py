@@ -59,6 +59,18 @@ def add_mtraining_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 RUN_OPTIONS: dict[str, dict[str, Any]] = {
+    "log": {
+        "choices": ("all", "no-recall", "none"),
+        "default": "all",
+        "help": "metrics in Megatron's log line, TensorBoard and W&B: all, all but the recall of the probe, or none "
+        "(default: all)",
+    },
+    "profile_steps": {
+        "metavar": "ITERATIONS",
+        "default": None,
+        "help": "iterations whose ring passes are timed, such as 3,10; written to ring.jsonl beside the file of "
+        "--mtraining-metrics (default: none)",
+    },
     "dense_layers": {
         "metavar": "LAYERS",
         "default": None,
