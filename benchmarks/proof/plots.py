@@ -80,8 +80,8 @@ def draw_training(runs: list[Run], path: Path) -> None:
 
 
 def draw_density(runs: list[Run], path: Path) -> None:
-    """Density of each layer over the steps, one panel a variant (seed 0)."""
-    chosen = [run for run in runs if run.density is not None and run.seed == 0]
+    """Density of each layer over the steps, one panel a variant (seed 0); MoBA's is the same everywhere."""
+    chosen = [run for run in runs if run.density is not None and run.seed == 0 and run.variant != "moba"]
     rows = -(-len(chosen) // 4)
     figure, panels = pyplot.subplots(rows, 4, figsize=(17, 4 * rows), layout="constrained", squeeze=False)
     for axes in panels.flat[len(chosen) :]:
