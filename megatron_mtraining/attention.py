@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .block_lists import Index, index_of_words, local_index
-from .comm import RingGroups
+from .comm import RingGroups, require_equal_shapes
 from .config import BLOCK, MTrainingConfig
 from .documents import Documents
 from .layout import Layout
@@ -60,7 +60,8 @@ def mtraining_attention(  # noqa: PLR0913 - the public interface names them all
         q: ``[batch, local_seq, heads, head_dim]``, this rank's queries in the order of ``layout``; bf16, fp16, fp32 or fp64.
         k, v: ``[batch, local_seq, kv_heads, head_dim]``, not expanded to the query heads. Any strides.
         config: options; the defaults of :class:`MTrainingConfig` if not given.
-        layout: placement of the sequence; wins over the config's.
+        layout: placement of the sequence; wins over the config's. Not given: that of the config for as many tokens as all
+            ranks hold; then the ranks compare shapes in the first call with new ones.
         cp_group: the context-parallel ranks; ``None``: this process has the whole sequence.
         inner_group, outer_group: both given: a hierarchical ring, inner the adjacent CP ranks, outer the strided ones.
         softmax_scale: ``head_dim ** -0.5`` if not given.
@@ -138,6 +139,8 @@ def make_context(
     if not isinstance(config, MTrainingConfig):
         raise ValueError(f"config={config!r}: must be an MTrainingConfig")
     inner_size = groups.inner_size(config.ring)
+    if layout is None and groups.cp is not None and groups.cp_size > 1:
+        require_equal_shapes({"q": q, "k": k, "v": v}, groups.cp)
     layout = check_inputs(q, k, v, config, layout, groups.cp_size)
     documents = Documents.single(layout.seq_len) if documents is None else documents
     if documents.seq_len != layout.seq_len:

@@ -2,7 +2,8 @@
 
 - ``megatron-mtraining enable``: a plain ``torchrun pretrain_gpt.py --attention-backend mtraining`` works from now on;
 - ``megatron-mtraining disable``: ... and no longer;
-- ``megatron-mtraining status``: versions, whether it is enabled, the CUDA library and its architectures.
+- ``megatron-mtraining status``: versions, whether it is enabled, the CUDA library and its architectures;
+- ``megatron-mtraining plan ...``: communicators, buffers and memory of a launch's ranks, without launching it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from . import __version__, opt_in
+from . import __version__, opt_in, plan
 from .ops import native
 
 PACKAGES = ("megatron-core", "transformer-engine", "flash-attn", "apex")
@@ -87,11 +88,14 @@ COMMANDS: dict[str, tuple[Callable[[], None], str]] = {
 }
 
 
+PLAN = "what a launch would take of every rank: communicators, ring buffers, memory"
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs one command.
 
     Args:
-        argv: the command; the command line's if left out.
+        argv: the command and its options; the command line's if left out.
 
     Raises:
         SystemExit: with one line, if the command fails.
@@ -102,7 +106,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, (_, summary) in COMMANDS.items():
         commands.add_parser(name, help=summary, description=summary)
-    command = parser.parse_args(argv).command
+    commands.add_parser("plan", help=PLAN, description=PLAN, add_help=False)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["plan"]:  # its options are Megatron's
+        plan.main(words[1:])
+        return
+    command = parser.parse_args(words).command
     try:
         COMMANDS[command][0]()
     except opt_in.OptInError as error:

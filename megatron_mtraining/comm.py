@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -55,6 +56,40 @@ def _perform(request: Collective, group: dist.ProcessGroup | None) -> Tensor:
     gathered = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
     dist.all_gather_into_tensor(gathered.flatten(0, 1), tensor, group)
     return gathered
+
+
+_compared: WeakKeyDictionary[dist.ProcessGroup, set[tuple[object, ...]]] = WeakKeyDictionary()
+
+
+def require_equal_shapes(tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None:
+    """Compares the shapes of tensors over the ranks of a group: once for each set of shapes, with one small collective that
+    the host waits for; later calls with the same shapes do nothing.
+
+    The ranks must come to it with new shapes together. One whose shapes were compared before does not take part, so a rank
+    that alone changes its shape in a later call is not found.
+
+    Raises:
+        ValueError: on every rank, with the shapes of all, if they differ.
+    """
+    shapes = {name: tuple(x.shape) for name, x in tensors.items()}
+    known = _compared.setdefault(group, set())
+    key = tuple(shapes.items())
+    if key in known:
+        return
+    numbers = [number for shape in shapes.values() for number in (len(shape), *(shape + (0,) * 4)[:4])]
+    device = next(iter(tensors.values())).device
+    mine = torch.tensor([numbers], dtype=torch.int64, device=device)
+    everyone = mine.new_empty((dist.get_world_size(group), len(numbers)))
+    dist.all_gather_into_tensor(everyone, mine, group)
+    found = everyone.tolist()
+    for place, name in enumerate(shapes):
+        of_ranks = [rank[5 * place + 1 : 5 * place + 1 + min(rank[5 * place], 4)] for rank in found]
+        if any(shape != of_ranks[0] for shape in of_ranks):
+            raise ValueError(
+                f"{name} has the shapes {of_ranks} on the context-parallel ranks: must be equal (pad "
+                "the sequence to a multiple of what Layout names, and deal it with Layout.shard)"
+            )
+    known.add(key)
 
 
 def combine(requests: list[Collective]) -> list[Tensor]:

@@ -1,8 +1,8 @@
 """One HTML page about a training run: ``python -m megatron_mtraining.report RUN_DIR [--output FILE]``.
 
 Reads ``metrics.jsonl`` (a line per logging interval: loss, density by layer, imbalance) and, where there is one,
-``ring.jsonl`` (a line per profiled pass and rank: ``PassTimes.to_json``). Writes ``RUN_DIR/report.html``, with all plots in
-the file itself. Needs matplotlib.
+``ring.jsonl`` (a line per profiled pass and rank: ``PassTimes.to_json``; ``--mtraining-profile-steps`` writes it).
+Writes ``RUN_DIR/report.html``, with all plots in the file itself. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -70,16 +70,17 @@ def plot_series(lines: list[dict[str, Any]], names: list[str], title: str, ylabe
     return _picture(figure)
 
 
-def plot_density(lines: list[dict[str, Any]]) -> str:
-    """Density of each layer over the steps, as a heat map."""
-    layers = sorted({layer for line in lines for layer in line["density_by_layer"]}, key=int)
-    table = [[line["density_by_layer"].get(layer, float("nan")) for line in lines] for layer in layers]
-    figure, axes = _axes("density by layer", "step", "layer")
-    image = axes.imshow(table, aspect="auto", cmap="viridis", vmin=0)
+def plot_layers(lines: list[dict[str, Any]], name: str, title: str, label: str, low: float | None = 0) -> str:
+    """A number of each layer over the steps, as a heat map."""
+    layers = sorted({layer for line in lines for layer in line.get(name, {})}, key=int)
+    table = [[line.get(name, {}).get(layer, float("nan")) for line in lines] for layer in layers]
+    figure, axes = _axes(title, "step", "layer", 1.6 + min(0.25 * len(layers), 4))
+    image = axes.imshow(table, aspect="auto", cmap="viridis", vmin=low, interpolation="nearest")
     every = max(1, len(lines) // 10)
     axes.set_xticks(range(0, len(lines), every), [str(line["step"]) for line in lines[::every]])
-    axes.set_yticks(range(len(layers)), layers)
-    figure.colorbar(image, label="kept pairs / causal pairs")
+    some = max(1, len(layers) // 16)
+    axes.set_yticks(range(0, len(layers), some), layers[::some])
+    figure.colorbar(image, label=label)
     return _picture(figure)
 
 
@@ -110,6 +111,26 @@ def plot_timeline(times: PassTimes) -> str:
         axes.barh(lanes.index(transfer.channel), length, left=transfer.begin, color=color, edgecolor="white")
     axes.set_yticks(range(len(lanes)), lanes)
     axes.invert_yaxis()
+    from matplotlib.patches import Patch
+
+    meanings = [Patch(color="#444444", label="computing"), Patch(facecolor="#e0a030", hatch="//", label="waiting")]
+    figure.legend(handles=meanings, loc="outside lower right", ncols=2, frameon=False)
+    return _picture(figure)
+
+
+def plot_calls(calls: list[list[PassTimes]]) -> str:
+    """Computing and waiting of every timed pass of a phase in a step, means over the ranks; lines: the slowest rank."""
+    figure, axes = _axes(f"{calls[0][0].phase}: all calls of the step", "call", "ms, mean of the ranks", 2.8)
+    computing = [sum(times.compute_ms for times in ranks) / len(ranks) for ranks in calls]
+    waiting = [sum(times.exposed_ms for times in ranks) / len(ranks) for ranks in calls]
+    places = range(len(calls))
+    axes.bar(places, computing, color="#444444", label="computing")
+    axes.bar(places, waiting, bottom=computing, color="#e0a030", hatch="//", label="waiting")
+    axes.plot(
+        places, [max(times.total_ms for times in ranks) for ranks in calls], "_", color="#c8553d", label="slowest rank"
+    )
+    axes.set_xticks(list(places)[:: max(1, len(calls) // 16)])
+    axes.legend()
     return _picture(figure)
 
 
@@ -125,24 +146,68 @@ def newest_passes(lines: list[dict[str, Any]]) -> dict[str, list[PassTimes]]:
     return found
 
 
+def newest_calls(lines: list[dict[str, Any]]) -> dict[str, list[list[PassTimes]]]:
+    """All passes of the newest profiled step by phase and call, each in rank order; none for lines without a step."""
+    last = max((line["step"] for line in lines if "step" in line), default=None)
+    found: dict[str, dict[int, dict[int, PassTimes]]] = {}
+    for line in lines:
+        if last is not None and line.get("step") == last:
+            found.setdefault(line["phase"], {}).setdefault(line["call"], {})[line["cp_rank"]] = PassTimes.from_json(
+                line
+            )
+    return {
+        phase: [[ranks[rank] for rank in sorted(ranks)] for _, ranks in sorted(calls.items())]
+        for phase, calls in found.items()
+    }
+
+
+TRAINING_PLOTS = (
+    (("loss",), "loss", "cross entropy"),
+    (("imbalance_worker", "imbalance_step"), "imbalance in pairs", "imbalance degree"),
+    (("index_share_of_attention", "index_share"), "time of index estimation", "share of attention / of all time"),
+    (("useful_tflops", "dense_equivalent_tflops"), "attention, per rank", "TFLOP/s"),
+)
+SHOWN = (
+    ("loss", "loss", ".4f"), ("tokens_per_s", "tokens/s", ",.0f"), ("density", "density", ".4f"), ("recall", "recall", ".4f"),
+    ("imbalance_worker", "imbalance, worker", ".3f"), ("imbalance_step", "imbalance, step", ".3f"),
+    ("index_share_of_attention", "index / attention", ".1%"), ("useful_tflops", "useful TFLOP/s per rank", ".4g"),
+    ("layout", "layout", ""), ("ring", "ring", ""),
+)  # fmt: skip
+"""The numbers of the last step at the top of the page: key, heading, format."""
+
+
+def training_parts(lines: list[dict[str, Any]]) -> list[str]:
+    """The page's part about training: the last step's numbers, curves, and heat maps by layer."""
+    last = [(title, format(lines[-1][name], form)) for name, title, form in SHOWN if lines[-1].get(name) is not None]
+    heads, values = ("".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in row)
+                     for tag, row in (("th", [title for title, _ in last]), ("td", [value for _, value in last])))  # fmt: skip
+    parts = [f"<h2>Training, step {lines[-1]['step']}</h2><table><tr>{heads}</tr><tr>{values}</tr></table>"]
+    for names, title, ylabel in TRAINING_PLOTS:
+        known = [name for name in names if any(line.get(name) is not None for line in lines)]
+        if known:
+            parts.append(plot_series(lines, known, title, ylabel))
+    parts.insert(2, plot_layers(lines, "density_by_layer", "density by layer", "kept pairs / causal pairs"))
+    if any(line.get("recall_by_layer") for line in lines):
+        title = "recall of the probe by layer"
+        parts.insert(3, plot_layers(lines, "recall_by_layer", title, "attention on kept lines", low=None))
+    return parts
+
+
 def page(run: Path) -> str:
     """The page of a run.
 
     Raises:
         ValueError: if the run has neither file, or one cannot be read.
     """
-    lines, passes = read_lines(run / "metrics.jsonl"), newest_passes(read_lines(run / "ring.jsonl"))
+    lines, ring = read_lines(run / "metrics.jsonl"), read_lines(run / "ring.jsonl")
+    passes = newest_passes(ring)
     if not lines and not passes:
         raise ValueError(
             f"{run}: neither metrics.jsonl nor ring.jsonl; train with --mtraining-metrics {run}/metrics.jsonl"
         )
     lines = sorted({line["step"]: line for line in lines}.values(), key=lambda line: line["step"])
-    parts = []
-    if lines:
-        parts += ["<h2>Training</h2>", plot_series(lines, ["loss"], "loss", "cross entropy"), plot_density(lines)]
-        parts.append(
-            plot_series(lines, ["imbalance_worker", "imbalance_step"], "imbalance in pairs", "imbalance degree")
-        )
+    parts = training_parts(lines) if lines else []
+    calls = newest_calls(ring)
     for phase, ranks in passes.items():
         rows = "".join(
             f"<tr><td>{p.cp_rank}</td><td>{p.total_ms:.3f}</td><td>{p.compute_ms:.3f}</td><td>{p.exposed_ms:.3f}</td>"
@@ -152,9 +217,12 @@ def page(run: Path) -> str:
         head = "<tr><th>rank</th><th>ms</th><th>compute</th><th>exposed</th><th>transfers</th><th>hidden</th><th>tail</th></tr>"
         parts += [f"<h2>Ring, {html.escape(phase)}</h2>", f"<table>{head}{rows}</table>"]
         parts += [plot_balance(ranks), plot_timeline(ranks[0])]
+        if len(calls.get(phase, [])) > 1:
+            parts.append(plot_calls(calls[phase]))
     title = html.escape(run.resolve().name)
     style = (
-        "body{font:15px sans-serif;max-width:60em;margin:auto}td,th{padding:.2em .8em;text-align:right}img{width:100%}"
+        "body{font:15px sans-serif;max-width:60em;margin:auto}img{width:100%}table{border-collapse:collapse;font-size:13px}"
+        "td,th{padding:.25em .7em;text-align:right;border-bottom:1px solid #ddd}"
     )
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{style}</style>"

@@ -21,6 +21,7 @@ from .config import BLOCK, MTrainingConfig
 from .index import document_table
 from .launches import FIRST, KEPT, OWN, Launch, Move, Plan, backward_plan, chunks_per_launch, forward_plan
 from .layout import Layout
+from .nvtx import nvtx_range
 from .ops import Operators
 from .ring_profile import CallProfile, active_profile
 
@@ -114,6 +115,7 @@ class Traffic:
         self._profile: CallProfile | None = None
         if profile is not None:
             self._profile = profile.start(phase, call.cp_rank, launches, device, call.exchange)
+        if self._profile is not None:
             self._exchange = self._profile
 
     def post(self, moves: Sequence[Move], slot: Callable[[int], Tensor]) -> Any:
@@ -208,7 +210,7 @@ class RingForward:
     """Forward pass of one rank. After the last launch: ``out``, ``lse``, and what backward starts from.
 
     Attributes:
-        launches: what :func:`run` goes through.
+        launches, device: what :func:`run` goes through, and where.
         out: ``[batch, local_seq, heads, dim]``, dtype of q.
         lse: ``[batch, heads, local_seq]``, natural log.
         columns: compact keys of the whole sequence, or ``None``.
@@ -218,7 +220,7 @@ class RingForward:
     def __init__(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.call, self.q, self.k, self.v = call, q, k, v
         plan = call.plan(backward=False)
-        self.launches = plan.launches
+        self.launches, self.device = plan.launches, q.device
         self.traffic = Traffic(call, "forward", plan.launches, q.device)
         batch, seq, heads, _ = q.shape
         accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -281,9 +283,11 @@ class RingForward:
 
     def finish(self, launch: Launch) -> None:
         """After the last launch gives the buffers back."""
-        if launch is self.launches[-1]:
-            self._ring.close()
-            self._partial = None
+        if launch is not self.launches[-1]:
+            return
+        self.traffic.mark("summed")  # of ranks that are played in one process, others have computed in between
+        self._ring.close()
+        self._partial = None
         self.traffic.mark("end")
 
 
@@ -304,13 +308,13 @@ class RingBackward:
     """Backward pass of one rank. After the last launch :meth:`gradients` has dQ, dK and dV.
 
     Attributes:
-        launches: what :func:`run` goes through.
+        launches, device: what :func:`run` goes through, and where.
     """
 
     def __init__(self, call: RingCall, saved: Saved, dout: Tensor) -> None:
         self.call, self.saved, self.dout = call, saved, dout
         plan = call.plan(backward=True)
-        self.launches = plan.launches
+        self.launches, self.device = plan.launches, dout.device
         self.traffic = Traffic(call, "backward", plan.launches, dout.device)
         self._delta = call.ops.attention_delta(saved.out, dout)
         self._dq = torch.empty_like(saved.q, dtype=saved.lse.dtype, memory_format=torch.contiguous_format)
@@ -381,8 +385,9 @@ class RingBackward:
             self._outer = None
         self.traffic.mark("summed")
         total = self._grads[launch.grad_slot]
-        for slot in (*launch.adds, *((launch.adds_outer,) if launch.adds_outer is not None else ())):
-            total += self._grads[slot]
+        with nvtx_range("mtraining merge", self.device):
+            for slot in (*launch.adds, *((launch.adds_outer,) if launch.adds_outer is not None else ())):
+                total += self._grads[slot]
         if launch.outer_grad is not None:
             self._outer = self.traffic.post((launch.outer_grad,), self._grads.__getitem__)
         if launch.grads:
@@ -401,10 +406,12 @@ class RingBackward:
 
 def run(ranks: Sequence[RingForward] | Sequence[RingBackward]) -> None:
     """Runs rings launch by launch: this process's rank alone, or all ranks of a ring played in one process."""
+    device = ranks[0].device
     for number in range(len(ranks[0].launches)):
-        for rank in ranks:
-            rank.post(rank.launches[number])
-        for rank in ranks:
-            rank.compute(rank.launches[number])
-        for rank in ranks:
-            rank.finish(rank.launches[number])
+        with nvtx_range(f"mtraining launch {number}", device):
+            for rank in ranks:
+                rank.post(rank.launches[number])
+            for rank in ranks:
+                rank.compute(rank.launches[number])
+            for rank in ranks:
+                rank.finish(rank.launches[number])

@@ -24,6 +24,7 @@ from .estimate import Estimation, estimate_steps
 from .index import VerticalSlashIndex
 from .layout import Layout
 from .metrics import timed
+from .nvtx import nvtx_range
 from .ops import operators
 from .ops.schema import NAMESPACE
 from .ring import Columns, RingBackward, RingCall, RingForward, Saved, compact_capacity, run
@@ -123,7 +124,7 @@ def estimate(q: Tensor, k: Tensor, context: int) -> tuple[Tensor, Tensor]:
     if c.config.dense:
         index = VerticalSlashIndex.dense(q.shape[0], q.shape[2], c.documents, q.device)
         return index.slash_words, index.column_words
-    with exactly(q), timed("index", q.device):
+    with exactly(q), nvtx_range("mtraining index", q.device), timed("index", q.device):
         estimation = Estimation(
             q=aligned(q), k=aligned(k), config=c.config, layout=c.layout, documents=c.documents, cp_rank=c.groups.cp_rank,
             scale=c.scale, ops=operators(c.config.kernel, q),
@@ -154,8 +155,10 @@ def ring_attention(
     """The forward ring of this rank."""
     call = _context(context).ring_call(q, slash_words, column_words)
     ring = RingForward(call, aligned(q), aligned(k), aligned(v))
-    with exactly(q), timed("forward", q.device):
+    with exactly(q), nvtx_range("mtraining forward", q.device), timed("forward", q.device) as recorder:
         run([ring])
+    if recorder is not None:
+        recorder.count("forward", q, call.index.documents, call.layout.cp_size)
     columns = ring.columns if call.config.vertical_backward == "save" else None
     kept = q.new_empty(0) if ring.kept is None else ring.kept
     if columns is None:
@@ -197,9 +200,11 @@ def ring_attention_backward(
         columns=Columns(keys, values, positions) if positions.numel() else None,
     )  # fmt: skip
     call = _context(context).ring_call(q, slash_words, column_words)
-    with exactly(q), timed("backward", q.device):
+    with exactly(q), nvtx_range("mtraining backward", q.device), timed("backward", q.device) as recorder:
         ring = RingBackward(call, saved, aligned(dout))
         run([ring])
+    if recorder is not None:
+        recorder.count("backward", q, call.index.documents, call.layout.cp_size)
     return ring.gradients()
 
 

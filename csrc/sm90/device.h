@@ -40,15 +40,39 @@ struct PersistentLoop {
     }
 };
 
+template <typename Kernel>
+void allow_shared(Kernel kernel, size_t bytes, const char* name) {
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
+               name);
+}
+
 // `tiles` pieces of work; the kernel strides over them.
 template <typename Kernel, typename... Args>
 void launch_persistent(Kernel kernel, int tiles, int threads, size_t shared_bytes, cudaStream_t stream,
                        const char* name, const Args&... args) {
     if (tiles == 0) return;
-    check_cuda(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
-        name);
+    allow_shared(kernel, shared_bytes, name);
     kernel<<<std::min(tiles, multiprocessors()), threads, shared_bytes, stream>>>(args...);
+    check_cuda(cudaGetLastError(), name);
+}
+
+// A cluster of kCluster CTAs for each of `tiles` pieces of work, started in their order.
+template <int kCluster, typename Kernel, typename... Args>
+void launch_clusters(Kernel kernel, int tiles, int threads, size_t shared_bytes, cudaStream_t stream, const char* name,
+                     const Args&... args) {
+    if (tiles == 0) return;
+    allow_shared(kernel, shared_bytes, name);
+    cudaLaunchAttribute cluster{};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {kCluster, 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(tiles) * kCluster);
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    config.attrs = &cluster;
+    config.numAttrs = 1;
+    check_cuda(cudaLaunchKernelEx(&config, kernel, args...), name);
     check_cuda(cudaGetLastError(), name);
 }
 

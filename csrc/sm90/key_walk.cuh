@@ -1,17 +1,25 @@
 // The walk of the kernel that owns keys (dK, dV): the transpose of row_walk.cuh.
 //
-// A CTA works on kKeyBlocks neighbouring key blocks of one kv head (or tiles of compact columns of one query head), one
-// a consumer warpgroup. The scout lists the query blocks of every head of the group that any of them meets; the loader
-// brings q, dout, lse and delta of each once.
+// Key blocks: a CTA works on two neighbouring key blocks of one kv head, one a consumer warpgroup. The scout lists the
+// query blocks of every head of the group that any of them meets; the loader brings q, dout, lse and delta of each
+// once.
+//
+// Tiles of compact columns of one query head are few and of very different weight: two neighbours are the work of a
+// whole cluster, whose CTAs deal the rows out among themselves and add up what they found.
 #pragma once
+
+#include <climits>
 
 #include "sm90/row_walk.cuh"
 
 namespace mtraining::sm90 {
 
-template <int kHeadDim_>
+// kCluster: CTAs that share the keys and deal the rows out; 1, or more for compact columns.
+template <int kHeadDim_, int kCluster_>
 struct KeyPlan {
     static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kCluster = kCluster_;
+    static constexpr bool kColumns = kCluster > 1;  // keys are compact columns
     static constexpr int kKeyBlocks = 2;
     static constexpr int kThreads = 128 * (kKeyBlocks + 1);
     static constexpr int kConsumerRegisters = 224;
@@ -31,8 +39,8 @@ struct KeyMaps {
     CUtensorMap k, v, q, dout;
 };
 
-// Both backward operators in one form. For vertical tiles: one chunk, kv_heads == heads, kv_blocks = tiles of the
-// compact columns, and mask.column_list is given.
+// Both backward operators in one form. For compact columns: one chunk, kv_heads == heads, kv_blocks = tiles
+// of the compact columns, and mask.column_list is given.
 struct KeyParams {
     Shape shape;
     Mask mask;
@@ -48,61 +56,83 @@ struct KeyShared {
     static constexpr int kKeyBlocks = Plan::kKeyBlocks;
     static constexpr int kConsumers = kKeyBlocks;
     static constexpr int kStages = Plan::kStages;
-    using Entry = TileEntry<kKeyBlocks>;
+    using Entry = TileEntry<kConsumers>;
     alignas(1024) uint8_t k[kKeyBlocks][Plan::kTileBytes];
     alignas(1024) uint8_t v[kKeyBlocks][Plan::kTileBytes];
     alignas(1024) uint8_t q[Plan::kStages][Plan::kTileBytes];
     alignas(1024) uint8_t dout[Plan::kStages][Plan::kTileBytes];
     alignas(16) float lse[Plan::kStages][64];
     alignas(16) float delta[Plan::kStages][64];
-    TileEntry<kKeyBlocks> queue[Plan::kQueue];
-    TileEntry<kKeyBlocks> loaded[Plan::kStages];
+    Entry queue[Plan::kQueue];
+    Entry loaded[Plan::kStages];
     RingBarriers<Plan::kQueue> listing;
     RingBarriers<Plan::kStages> ring;
     uint64_t keys_full[kKeyBlocks], keys_empty[kKeyBlocks];
-    TicketLists<kKeyBlocks> tickets;
+    TicketLists<kConsumers> tickets;
 
     __device__ void init() {
         tickets.init();
         listing.init(1);
-        ring.init(4 * kKeyBlocks);
+        ring.init(4 * kWarpArrivals * kConsumers);
         for (int w = 0; w < kKeyBlocks; ++w) {
             mbarrier_init(&keys_full[w], 1);
-            mbarrier_init(&keys_empty[w], 4);
+            mbarrier_init(&keys_empty[w], 4 * kWarpArrivals);
         }
         mbarrier_init_fence();
     }
 };
 
-// The keys of one visit, heaviest (first keys) to lightest. Slash: (batch, kv head) outermost, so that CTAs that run
-// together share queries. Vertical: tiles of all heads by weight, since they are few and each has its own queries.
+// The keys of one visit, heaviest (first keys) to lightest. Key blocks: (batch, kv head) outermost, so that CTAs that
+// run together share queries. Column tiles: those of all heads by weight, since they are few and each head has queries
+// of its own.
+template <typename Plan>
 struct KeyTile {
     int batch, kv_head, chunk, first;
 
-    template <int kKeyBlocks>
-    __device__ static __forceinline__ KeyTile at(const Shape& shape, bool vertical, int index) {
-        const int steps = (shape.kv_blocks + kKeyBlocks - 1) / kKeyBlocks;
+    __device__ static __forceinline__ KeyTile at(const Shape& shape, int index) {
         const int heads = shape.batch * shape.kv_heads;
         KeyTile tile;
         tile.chunk = index % shape.chunks;
         index /= shape.chunks;
-        tile.first = (vertical ? index / heads : index % steps) * kKeyBlocks;
-        index = vertical ? index % heads : index / steps;
+        tile.first = (Plan::kColumns ? index / heads : index % steps(shape)) * Plan::kKeyBlocks;
+        index = Plan::kColumns ? index % heads : index / steps(shape);
         tile.kv_head = index % shape.kv_heads;
         tile.batch = index / shape.kv_heads;
         return tile;
     }
 
-    template <int kKeyBlocks>
+    __host__ __device__ static int steps(const Shape& shape) {
+        return (shape.kv_blocks + Plan::kKeyBlocks - 1) / Plan::kKeyBlocks;
+    }
+
     __host__ __device__ static int count(const Shape& shape) {
-        return shape.batch * shape.kv_heads * shape.chunks * ((shape.kv_blocks + kKeyBlocks - 1) / kKeyBlocks);
+        return shape.batch * shape.kv_heads * shape.chunks * steps(shape);
+    }
+};
+
+// The items of one CTA. With columns that is one, its cluster's: clusters are launched heaviest first as
+// multiprocessors fall free, which deals items of very different weight out evenly.
+template <typename Plan>
+struct KeyItems {
+    int count, item;
+    PersistentLoop loop;
+
+    __device__ __forceinline__ explicit KeyItems(const Shape& shape) : count(KeyTile<Plan>::count(shape)) {
+        item = Plan::kColumns ? static_cast<int>(blockIdx.x) / Plan::kCluster : loop.item;
+    }
+
+    __device__ __forceinline__ bool left() const { return item < count; }
+
+    __device__ __forceinline__ void advance() {
+        loop.advance();
+        item = Plan::kColumns ? count : loop.item;
     }
 };
 
 template <typename Plan>
 struct KeyScout {
     static constexpr int kKeyBlocks = Plan::kKeyBlocks;
-    using Entry = TileEntry<kKeyBlocks>;
+    using Entry = typename KeyShared<Plan>::Entry;
 
     const Shape& shape;
     const Mask& mask;
@@ -133,7 +163,7 @@ struct KeyScout {
         return mask.slash_words + (int64_t{batch} * shape.heads + head) * ((shape.blocks + 63) / 64);
     }
 
-    __device__ __forceinline__ void slash_rows(const KeyTile& tile) {
+    __device__ __forceinline__ void slash_rows(const KeyTile<Plan>& tile) {
         KeyBlocks<kKeyBlocks> keys;
         const int32_t* blocks = mask.kv_blocks + int64_t{tile.chunk} * shape.kv_blocks;
 #pragma unroll
@@ -144,11 +174,9 @@ struct KeyScout {
         for (int head = tile.kv_head * group; head < (tile.kv_head + 1) * group; ++head) {
             const int64_t* bits = words(tile.batch, head);
             scan_blocks(
-                shape.q_blocks,
-                [&](int index) {
-                    const int block = __ldg(mask.q_blocks + index);
-                    return keys.need(bits, block, __ldg(mask.doc_start + block));
-                },
+                shape.q_blocks, [&](int index) { return __ldg(mask.q_blocks + index); },
+                [&](int block) { return keys.reach(block); },
+                [&](int block) { return keys.need(bits, block, __ldg(mask.doc_start + block)); },
                 [&](int index, Need need) {
                     uint64_t all[kKeyBlocks];
 #pragma unroll
@@ -158,48 +186,76 @@ struct KeyScout {
         }
     }
 
-    // Rows that attend some of the columns; the lanes hold the columns.
-    __device__ __forceinline__ void vertical_rows(const KeyTile& tile) {
-        const int lane = threadIdx.x % 32;
+    // The columns of the tiles, which the lanes hold, and the blocks they lie in.
+    struct HeldColumns {
+        int position[kKeyBlocks][2];  // -1: none
+        int lowest = INT_MAX, highest = -1;
+    };
+
+    __device__ __forceinline__ HeldColumns hold_columns(const KeyTile<Plan>& tile) const {
         const int32_t* columns = mask.column_list + (int64_t{tile.batch} * shape.heads + tile.kv_head) * shape.columns;
-        int held[kKeyBlocks][2];
+        HeldColumns held;
 #pragma unroll
-        for (int w = 0; w < kKeyBlocks; ++w) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int slot = (tile.first + w) * 64 + half * 32 + lane;
-                held[w][half] = slot < shape.columns ? __ldg(columns + slot) : -1;
-            }
+        for (int i = 0; i < 2 * kKeyBlocks; ++i) {
+            const int slot = tile.first * 64 + 32 * i + static_cast<int>(threadIdx.x) % 32;
+            const int position = slot < shape.columns ? __ldg(columns + slot) : -1;
+            held.position[i / 2][i % 2] = position;
+            if (position >= 0) held.lowest = min(held.lowest, position >> 6);
+            held.highest = max(held.highest, position >> 6);
         }
+        held.lowest = __reduce_min_sync(0xFFFFFFFF, held.lowest);
+        held.highest = __reduce_max_sync(0xFFFFFFFF, held.highest);
+        return held;
+    }
+
+    // This CTA's share of the rows that attend some of the columns: CTA r of the cluster takes the rows r, r +
+    // kCluster,
+    // ... Many lie before all of the columns: 32 rows are looked at together.
+    __device__ __forceinline__ void column_rows(const KeyTile<Plan>& tile) {
+        const HeldColumns held = hold_columns(tile);
         QueryBlocks<1> row;
         row.words = words(tile.batch, tile.kv_head);
-        for (int index = shape.q_blocks - 1; index >= 0; --index) {
-            row.block[0] = __ldg(mask.q_blocks + index);
-            row.start[0] = __ldg(mask.doc_start + row.block[0]);
-            uint64_t bits[kKeyBlocks];
-            bool any = false;
+        const int share = static_cast<int>(blockIdx.x) % Plan::kCluster;
+        const int rows = (shape.q_blocks - share + Plan::kCluster - 1) / Plan::kCluster;
+        for (int base = rows > 0 ? (rows - 1) / 32 * 32 : -1; base >= 0; base -= 32) {
+            const int lane = base + static_cast<int>(threadIdx.x) % 32;
+            const int block = lane < rows ? __ldg(mask.q_blocks + lane * Plan::kCluster + share) : kNoBlock;
+            const int start = lane < rows ? __ldg(mask.doc_start + block) : 0;
+            uint32_t found = __ballot_sync(0xFFFFFFFF, block > held.lowest && start <= held.highest);
+            while (found != 0) {
+                const int source = 31 - __clz(found);
+                found ^= 1u << source;
+                row.block[0] = __shfl_sync(0xFFFFFFFF, block, source);
+                row.start[0] = __shfl_sync(0xFFFFFFFF, start, source);
+                bool active[kKeyBlocks][2];
 #pragma unroll
-            for (int w = 0; w < kKeyBlocks; ++w) {
-                const uint32_t low = __ballot_sync(0xFFFFFFFF, row.column_active(0, held[w][0]));
-                const uint32_t high = __ballot_sync(0xFFFFFFFF, row.column_active(0, held[w][1]));
-                bits[w] = static_cast<uint64_t>(high) << 32 | low;
-                any |= bits[w] != 0;
+                for (int i = 0; i < 2 * kKeyBlocks; ++i) {  // all loads are in flight before the first vote
+                    active[i / 2][i % 2] = row.column_active(0, held.position[i / 2][i % 2]);
+                }
+                uint64_t bits[kKeyBlocks];
+                bool any = false;
+#pragma unroll
+                for (int w = 0; w < kKeyBlocks; ++w) {
+                    const uint32_t low = __ballot_sync(0xFFFFFFFF, active[w][0]);
+                    const uint32_t high = __ballot_sync(0xFFFFFFFF, active[w][1]);
+                    bits[w] = static_cast<uint64_t>(high) << 32 | low;
+                    any |= bits[w] != 0;
+                }
+                if (any) list(tile.kv_head, (base + source) * Plan::kCluster + share, 0, bits);
             }
-            if (any) list(tile.kv_head, index, 0, bits);
         }
     }
 
     __device__ __forceinline__ void run() {
-        for (PersistentLoop work; work.item < KeyTile::count<kKeyBlocks>(shape); work.advance()) {
-            const int t = work.item;
-            const KeyTile tile = KeyTile::at<kKeyBlocks>(shape, mask.column_list != nullptr, t);
-            mark(Entry::kBegin, t);
-            if (mask.column_list != nullptr) {
-                vertical_rows(tile);
+        for (KeyItems<Plan> items(shape); items.left(); items.advance()) {
+            const auto tile = KeyTile<Plan>::at(shape, items.item);
+            mark(Entry::kBegin, items.item);
+            if constexpr (Plan::kColumns) {
+                column_rows(tile);
             } else {
                 slash_rows(tile);
             }
-            mark(Entry::kEnd, t);
+            mark(Entry::kEnd, items.item);
         }
         mark(Entry::kStop, 0);
     }
@@ -209,7 +265,7 @@ struct KeyScout {
 template <typename Plan>
 struct KeyLoader {
     static constexpr int kKeyBlocks = Plan::kKeyBlocks;
-    using Entry = TileEntry<kKeyBlocks>;
+    using Entry = typename KeyShared<Plan>::Entry;
 
     const KeyParams& params;
     const KeyMaps& maps;
@@ -220,7 +276,7 @@ struct KeyLoader {
     int batch = 0;
 
     __device__ __forceinline__ void begin(int index) {
-        const KeyTile tile = KeyTile::at<kKeyBlocks>(params.shape, params.mask.column_list != nullptr, index);
+        const auto tile = KeyTile<Plan>::at(params.shape, index);
         batch = tile.batch;
 #pragma unroll
         for (int w = 0; w < kKeyBlocks; ++w) {

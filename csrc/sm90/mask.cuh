@@ -21,7 +21,7 @@ struct Need {
 
 // Callers pass bit 0 where no distance applies, rather than branch: all loads of a scan are then in flight together.
 __device__ __forceinline__ bool slash_bit(const int64_t* words, int bit) {
-    return (__ldg(words + (bit >> 6)) >> (bit & 63)) & 1;
+    return __ldg(reinterpret_cast<const uint32_t*>(words) + (bit >> 5)) >> (bit & 31) & 1;
 }
 
 // Query blocks of the warpgroups of a CTA.
@@ -39,6 +39,14 @@ struct QueryBlocks {
             block[w] = real ? __ldg(mask.q_blocks + first + w) : kNoBlock;
             start[w] = real ? __ldg(mask.doc_start + block[w]) : 0;
         }
+    }
+
+    // Can some block need this one: is it in the past of the same document?
+    __device__ __forceinline__ bool reach(int key_block) const {
+        bool any = false;
+#pragma unroll
+        for (int w = 0; w < kBlocks; ++w) any |= key_block <= block[w] && key_block >= start[w];
+        return any;
     }
 
     __device__ __forceinline__ Need need(int key_block) const {
@@ -66,6 +74,14 @@ template <int kBlocks>
 struct KeyBlocks {
     int block[kBlocks];
 
+    // Can this query block need some of them?
+    __device__ __forceinline__ bool reach(int query_block) const {
+        bool any = false;
+#pragma unroll
+        for (int w = 0; w < kBlocks; ++w) any |= block[w] >= 0 && block[w] <= query_block;
+        return any;
+    }
+
     __device__ __forceinline__ Need need(const int64_t* words, int query_block, int start) const {
         Need result{0, 0};
 #pragma unroll
@@ -79,51 +95,73 @@ struct KeyBlocks {
     }
 };
 
-// Calls visit(index, need) for every index in [0, count) whose need(index) is not empty, from the highest index down.
-// `need` is evaluated by one lane for each index, `visit` by the whole warp. Four loads are in flight a lane.
-template <typename NeedOf, typename Visit>
-__device__ __forceinline__ void scan_blocks(int count, NeedOf need_of, Visit visit) {
+// Calls visit(index, need) for every index in [0, count) whose need is not empty, from the highest index down. An entry
+// of the table of blocks is read by fetch(index), one iteration ahead; reach(entry) says cheaply whether it can be
+// needed, need(entry) how: one lane asks for each index, `visit` is called by the whole warp.
+template <typename Fetch, typename Reach, typename NeedOf, typename Visit>
+__device__ __forceinline__ void scan_blocks(int count, Fetch fetch, Reach reach, NeedOf need, Visit visit) {
     constexpr int kUnroll = 4;
     const int lane = threadIdx.x % 32;
-    for (int base = (count - 1) / (32 * kUnroll) * (32 * kUnroll); base >= 0; base -= 32 * kUnroll) {
-        Need need[kUnroll];
-        uint32_t found[kUnroll];
+    if (count <= 0) return;
+    int base = (count - 1) / (32 * kUnroll) * (32 * kUnroll);
+    int ahead[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) ahead[u] = fetch(min(base + 32 * u + lane, count - 1));
+    for (; base >= 0; base -= 32 * kUnroll) {
+        int entry[kUnroll];
+        bool any = false;
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u) {
-            const int index = base + 32 * u + lane;
-            need[u] = index < count ? need_of(index) : Need{0, 0};
+            entry[u] = ahead[u];
+            any |= reach(entry[u]);
+            ahead[u] = fetch(max(base - 32 * kUnroll + 32 * u + lane, 0));
         }
+        if (!__any_sync(0xFFFFFFFF, any)) continue;
+        uint32_t packed = 0;  // a byte for each entry
 #pragma unroll
-        for (int u = 0; u < kUnroll; ++u) found[u] = __ballot_sync(0xFFFFFFFF, need[u].needed != 0);
-#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) {
+            const Need of_entry = need(entry[u]);
+            if (base + 32 * u + lane < count) packed |= (of_entry.needed | of_entry.diagonal << 4) << 8 * u;
+        }
+#pragma unroll 1
         for (int u = kUnroll - 1; u >= 0; --u) {
-            const uint32_t packed = need[u].needed | need[u].diagonal << 16;
-            while (found[u] != 0) {
-                const int source = 31 - __clz(found[u]);
-                found[u] ^= 1u << source;
-                const uint32_t of_source = __shfl_sync(0xFFFFFFFF, packed, source);
-                visit(base + 32 * u + source, Need{of_source & 0xFFFF, of_source >> 16});
+            uint32_t found = __ballot_sync(0xFFFFFFFF, (packed >> 8 * u & 0xFF) != 0);
+            while (found != 0) {
+                const int source = 31 - __clz(found);
+                found ^= 1u << source;
+                const uint32_t of_source = __shfl_sync(0xFFFFFFFF, packed, source) >> 8 * u;
+                visit(base + 32 * u + source, Need{of_source & 15, of_source >> 4 & 15});
             }
         }
     }
 }
 
 // Calls visit(tile, masks) for every tile of 64 slots of `columns` that some block of `rows` attends; masks[w] has the
-// bits of the attended slots.
+// bits of the attended slots. Columns are read one iteration ahead.
 template <int kBlocks, typename Visit>
 __device__ __forceinline__ void scan_columns(const QueryBlocks<kBlocks>& rows, const int32_t* columns, int count,
                                              Visit visit) {
+    const auto fetch = [&](int slot) { return slot < count ? __ldg(columns + slot) : -1; };
     const int lane = threadIdx.x % 32;
+    int low_ahead = fetch(lane), high_ahead = fetch(lane + 32);
     for (int base = 0; base < count; base += 64) {
-        const int low = base + lane < count ? __ldg(columns + base + lane) : -1;
-        const int high = base + lane + 32 < count ? __ldg(columns + base + lane + 32) : -1;
-        if (__ballot_sync(0xFFFFFFFF, low >= 0 || high >= 0) == 0) return;  // beyond the last column
+        const int low = low_ahead, high = high_ahead;
+        low_ahead = fetch(base + 64 + lane);
+        high_ahead = fetch(base + 96 + lane);
+        if (!__any_sync(0xFFFFFFFF, low >= 0 || high >= 0)) return;  // beyond the last column
+        if (!__any_sync(0xFFFFFFFF, rows.reach(low >> 6) || rows.reach(high >> 6))) continue;
+        bool active[kBlocks][2];
+#pragma unroll
+        for (int w = 0; w < kBlocks; ++w) {  // all loads are in flight before the first vote
+            active[w][0] = rows.column_active(w, low);
+            active[w][1] = rows.column_active(w, high);
+        }
         uint64_t masks[kBlocks];
         bool any = false;
 #pragma unroll
         for (int w = 0; w < kBlocks; ++w) {
-            const uint32_t low_bits = __ballot_sync(0xFFFFFFFF, rows.column_active(w, low));
-            const uint32_t high_bits = __ballot_sync(0xFFFFFFFF, rows.column_active(w, high));
+            const uint32_t low_bits = __ballot_sync(0xFFFFFFFF, active[w][0]);
+            const uint32_t high_bits = __ballot_sync(0xFFFFFFFF, active[w][1]);
             masks[w] = static_cast<uint64_t>(high_bits) << 32 | low_bits;
             any |= masks[w] != 0;
         }

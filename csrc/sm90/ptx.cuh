@@ -51,6 +51,19 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint64_t* barrier, uint32_t pa
     return done != 0;
 }
 
+// Whether the phase is over now; does not wait.
+__device__ __forceinline__ bool mbarrier_test_wait(uint64_t* barrier, uint32_t parity) {
+    uint32_t done;
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.b32 %0, 1, 0, p;\n}\n"
+        : "=r"(done)
+        : "r"(smem_address(barrier)), "r"(parity)
+        : "memory");
+    return done != 0;
+}
+
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
 #ifdef MTRAINING_DEBUG_WAITS  // a wait that never ends becomes an error
     const int64_t start = clock64();
@@ -63,15 +76,15 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
 #endif
 }
 
-// --- words in shared memory that one thread writes and others poll
+// --- words in shared memory that one thread writes and others poll. They order nothing else.
 
-__device__ __forceinline__ void store_release(uint32_t* to, uint32_t value) {
-    asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(smem_address(to)), "r"(value) : "memory");
+__device__ __forceinline__ void store_word(uint32_t* to, uint32_t value) {
+    asm volatile("st.relaxed.cta.shared::cta.u32 [%0], %1;" ::"r"(smem_address(to)), "r"(value) : "memory");
 }
 
-__device__ __forceinline__ uint32_t load_acquire(const uint32_t* from) {
+__device__ __forceinline__ uint32_t load_word(const uint32_t* from) {
     uint32_t value;
-    asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(value) : "r"(smem_address(from)) : "memory");
+    asm volatile("ld.relaxed.cta.shared::cta.u32 %0, [%1];" : "=r"(value) : "r"(smem_address(from)) : "memory");
     return value;
 }
 
@@ -117,6 +130,35 @@ __device__ __forceinline__ void bulk_wait_read() {
 // Orders ordinary shared-memory writes of this thread before later reads by the tensor cores and the copy engine.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Adds two floats to global memory (8-byte boundary) without reading them first; subnormal sums become 0.
+__device__ __forceinline__ void global_add(float* to, float x, float y) {
+    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
+}
+
+// --- clusters
+// ---------------------------------------------------------------------------------------------------------
+
+// Every thread of a cluster that has not ended; memory written before is visible after, in all of its CTAs.
+__device__ __forceinline__ void cluster_barrier() {
+    asm volatile(
+        "barrier.cluster.arrive.release.aligned;\n"
+        "barrier.cluster.wait.acquire.aligned;\n" ::
+            : "memory");
+}
+
+// A float of the shared memory of CTA `rank` of the cluster, at the place where `mine` is in this CTA.
+__device__ __forceinline__ float load_from_cluster(const float* mine, uint32_t rank) {
+    float value;
+    asm volatile(
+        "{\n.reg .u32 there;\n"
+        "mapa.shared::cluster.u32 there, %1, %2;\n"
+        "ld.shared::cluster.f32 %0, [there];\n}\n"
+        : "=f"(value)
+        : "r"(smem_address(mine)), "r"(rank)
+        : "memory");
+    return value;
+}
+
 // --- registers and barriers
 // -------------------------------------------------------------------------------------------
 
@@ -137,6 +179,20 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
 
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// --- one lane of a warp
+
+// True in one lane, the same at every call. The compiler knows that the branch has one thread and issues a TMA copy in
+// it once; under a comparison of the lane number it builds a loop over the active threads round each copy.
+__device__ __forceinline__ bool elect_lane() {
+    uint32_t elected;
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "elect.sync _|p, 0xFFFFFFFF;\n"
+        "selp.b32 %0, 1, 0, p;\n}\n"
+        : "=r"(elected));
+    return elected != 0;
 }
 
 // --- arithmetic

@@ -10,6 +10,7 @@
 #include "sm90/device.h"
 #include "sm90/mask.cuh"
 #include "sm90/pipeline.cuh"
+#include "sm90/tickets.cuh"
 #include "sm90/wgmma.cuh"
 
 namespace mtraining::sm90 {
@@ -24,8 +25,9 @@ struct RowPlan {
     static constexpr int kRowBuffers = kRowBuffers_;
     static constexpr int kRowBlocks = 2;
     static constexpr int kThreads = 128 * (kRowBlocks + 1);
-    static constexpr int kConsumerRegisters = 224;
-    static constexpr int kProducerRegisters = 56;
+    // What the consumers do not need lets the scout have more loads in flight.
+    static constexpr int kConsumerRegisters = kOperands == 1 ? 208 : 224;
+    static constexpr int kProducerRegisters = kOperands == 1 ? 88 : 56;
     static_assert(register_pool(kThreads) >= 128 * (kRowBlocks * kConsumerRegisters + kProducerRegisters));
 
     static constexpr uint32_t kTileBytes = 64 * kHeadDim * 2;    // 64 rows of one operand
@@ -38,33 +40,6 @@ struct RowPlan {
 struct RowMaps {
     CUtensorMap rows[2];  // q, dout
     CUtensorMap k, v, compact_k, compact_v;
-};
-
-// An entry of the queue: a key tile of a chunk (chunk >= 0), a tile of compact columns, or a mark.
-template <int kBlocks>
-struct TileEntry {
-    static constexpr int kColumns = -1, kBegin = -2, kEnd = -3,
-                         kStop = -4;  // compact tile, first and last of a row tile, end
-    int chunk;
-    int index;                  // of the key block, compact tile, or (kBegin) row tile
-    uint32_t diagonal;          // bit w: a triangle for warpgroup w
-    uint64_t columns[kBlocks];  // attended slots for warpgroup w; 0: it skips the tile
-};
-
-// The loader's messages to a consumer warpgroup: which stages hold its tiles, in order. A ticket is a word:
-// number << 8 | special << 4 | parity of the stage's use << 3 | stage. A stage holds at most one ticket that is not
-// read yet, and at most one kDrain follows each, so the slots never run over.
-template <int kConsumers>
-struct TicketLists {
-    static constexpr uint32_t kSlots = 32;
-    static constexpr uint32_t kEnd = 1, kDrain = 2;  // special: the row tile ends; let go of all stages
-    uint32_t slots[kConsumers][kSlots];
-
-    __device__ void init() {
-        for (int w = 0; w < kConsumers; ++w) {
-            for (uint32_t i = 0; i < kSlots; ++i) slots[w][i] = 0xFFFFFFFF;
-        }
-    }
 };
 
 template <typename Plan>
@@ -86,14 +61,15 @@ struct RowShared {
     __device__ void init() {
         tickets.init();
         listing.init(1);
-        ring.init(4 * kRowBlocks);
-        for (int w = 0; w < kRowBlocks; ++w) row_ring[w].init(4);
+        ring.init(4 * kWarpArrivals * kRowBlocks);
+        for (int w = 0; w < kRowBlocks; ++w) row_ring[w].init(4 * kWarpArrivals);
         mbarrier_init_fence();
     }
 };
 
 // The rows of one visit: (batch, kv head) outermost, so that the heads that share keys run together; then rows from the
-// last (heaviest) to the first; then the heads of the group.
+// last (heaviest) to the first; then the heads of the group, each time beginning with another one: heads differ in
+// weight, and with a fixed order a CTA would meet the same two of them all the time.
 struct RowTile {
     int batch, head, kv_head, first;
 
@@ -102,7 +78,7 @@ struct RowTile {
         const int group = shape.heads / shape.kv_heads;
         const int steps = (shape.q_blocks + kRowBlocks - 1) / kRowBlocks;
         RowTile tile;
-        const int member = index % group;
+        const int member = (index + index / group) % group;
         index /= group;
         tile.first = (steps - 1 - index % steps) * kRowBlocks;
         index /= steps;
@@ -155,7 +131,8 @@ struct RowScout {
         for (int chunk = 0; chunk < shape.chunks; ++chunk) {
             const int32_t* blocks = mask.kv_blocks + int64_t{chunk} * shape.kv_blocks;
             scan_blocks(
-                shape.kv_blocks, [&](int index) { return rows.need(__ldg(blocks + index)); },
+                shape.kv_blocks, [&](int index) { return __ldg(blocks + index); },
+                [&](int block) { return rows.reach(block); }, [&](int block) { return rows.need(block); },
                 [&](int index, Need need) {
                     uint64_t columns[kRowBlocks];
 #pragma unroll
@@ -194,62 +171,6 @@ __device__ __forceinline__ void load_tile(const CUtensorMap* map, uint8_t* to, i
         tma_load(to + panel * (64 * 128), map, barrier, panel * kPanel, row, head, batch, chunk);
     }
 }
-
-// The loader's side of the ring: claims stages and tells the warpgroups that need a tile.
-template <typename Shared>
-struct TileDealer {
-    static constexpr int kConsumers = Shared::kConsumers;
-    using Entry = typename Shared::Entry;
-    using Tickets = TicketLists<kConsumers>;
-
-    Shared& shared;
-    RingPosition<Shared::kStages> position;
-    uint32_t number[kConsumers];  // of the next ticket
-    int last[kConsumers];         // stage of the last ticket, or -1 if the warpgroup lets go of it by itself
-
-    __device__ __forceinline__ explicit TileDealer(Shared& shared_) : shared(shared_) {
-#pragma unroll
-        for (int w = 0; w < kConsumers; ++w) {
-            number[w] = 0;
-            last[w] = -1;
-        }
-    }
-
-    __device__ __forceinline__ void push(int w, uint32_t word) {
-        store_release(&shared.tickets.slots[w][number[w] % Tickets::kSlots], number[w] << 8 | word);
-        ++number[w];
-    }
-
-    // The next stage, once everybody let go of it. A warpgroup that got nothing since it took the tile in this stage
-    // may be waiting for its next tile with this one still in hand.
-    __device__ __forceinline__ int claim() {
-        const int s = position.stage;
-#pragma unroll
-        for (int w = 0; w < kConsumers; ++w) {
-            if (last[w] != s) continue;
-            push(w, Tickets::kDrain << 4);
-            last[w] = -1;
-        }
-        mbarrier_wait(&shared.ring.empty[s], position.parity ^ 1);
-        return s;
-    }
-
-    // Hands out the claimed stage, whose copies are under way.
-    __device__ __forceinline__ void deal(const Entry& entry) {
-        const int s = position.stage;
-        const bool end = entry.chunk == Entry::kEnd;
-#pragma unroll
-        for (int w = 0; w < kConsumers; ++w) {
-            if (end || entry.columns[w] != 0) {
-                push(w, (end ? Tickets::kEnd << 4 : 0) | position.parity << 3 | s);
-                last[w] = end ? -1 : s;
-            } else {
-                mbarrier_arrive(&shared.ring.empty[s], 4);
-            }
-        }
-        position.advance();
-    }
-};
 
 // One thread: turns queue entries into copies.
 template <typename Plan>
@@ -313,63 +234,6 @@ struct RowLoader {
             load_keys(entry, s);
             dealer.deal(entry);
         }
-    }
-};
-
-// A consumer warpgroup's view of the ring.
-template <typename Shared>
-struct TileReader {
-    using Entry = typename Shared::Entry;
-    using Tickets = TicketLists<Shared::kConsumers>;
-
-    static constexpr int kNone = -1, kBlocked = -2;
-
-    Shared& shared;
-    int warpgroup;
-    uint32_t number = 0;  // of the next ticket
-
-    // The stage of the next tile of this warpgroup; kNone at the end of the row tile; kBlocked: the loader waits for a
-    // stage that this warpgroup holds. Lets go of `held`, once the tensor cores are done with it, rather than wait with
-    // it in hand.
-    __device__ __forceinline__ int next(int& held) {
-        const uint32_t* slot = &shared.tickets.slots[warpgroup][number % Tickets::kSlots];
-        uint32_t ticket = load_acquire(slot);
-        // Votes tell the compiler that the way through the ring is the same in all lanes: then stage numbers, and the
-        // matrix descriptors made of them, live in uniform registers.
-        if (!__any_sync(0xFFFFFFFF, (ticket ^ number << 8) < 16)) {  // special, or not there yet
-            if (held != kNone) {
-                wgmma_wait<0>();
-                done(held);
-                held = kNone;
-            }
-            while (__any_sync(0xFFFFFFFF, (ticket ^ number << 8) >= 256)) ticket = load_acquire(slot);
-        }
-        ++number;
-        const int stage = ticket & 7;
-        const uint32_t special = ticket >> 4 & 15;
-        if (__any_sync(0xFFFFFFFF, special != 0)) {
-            if (__any_sync(0xFFFFFFFF, special == Tickets::kDrain)) return kBlocked;
-            mbarrier_wait(&shared.ring.full[stage], ticket >> 3 & 1);
-            done(stage);
-            return kNone;
-        }
-        mbarrier_wait(&shared.ring.full[stage], ticket >> 3 & 1);
-        return stage;
-    }
-
-    // The same for a warpgroup that holds nothing else.
-    __device__ __forceinline__ int next_tile(int& held) {
-        int stage;
-        do {
-            stage = next(held);
-        } while (stage == kBlocked);
-        return stage;
-    }
-
-    __device__ __forceinline__ uint64_t columns(int stage) const { return shared.loaded[stage].columns[warpgroup]; }
-    __device__ __forceinline__ bool diagonal(int stage) const { return shared.loaded[stage].diagonal >> warpgroup & 1; }
-    __device__ __forceinline__ void done(int stage) {
-        if (stage != kNone) release(&shared.ring.empty[stage]);
     }
 };
 

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "sm90/ptx.cuh"
+#include "sm90/wgmma.cuh"
 
 namespace mtraining::sm90 {
 
@@ -66,49 +66,71 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + __shfl_xor_sync(0xFFFFFFFF, x, 2);
 }
 
-// Running maximum and sum of a thread's two rows. The maximum may lag behind the true one by kSlack powers of two: then
-// the weights stay below 2^kSlack and nothing has to be rescaled. The lag cancels when the sum divides the output.
+// Running maximum and sum of a thread's two rows. The maximum may lag behind the true one: it is raised only when the
+// sum of a thread's weights of a row passes kLimit, which after the first tiles is rare. So weights wait for no
+// maximum, and nothing is compared, exchanged or rescaled in the common case. The lag cancels when the sum divides the
+// output.
 struct OnlineSoftmax {
-    static constexpr float kSlack = 8.0f;
+    static constexpr float kLimit = 256.0f;  // far below the largest fp16 number: weights are rounded to the input type
 
     float scale_log2;  // softmax scale * log2(e)
-    float maximum[2];
-    float sum[2];     // over this thread's columns
-    float factor[2];  // what `update` asks the output to be multiplied with
+    float offset[2];   // maximum * scale_log2
+    float sum[2];      // over this thread's columns
+    float factor[2];   // what the output has to be multiplied with after the maximum was raised
 
     __device__ __forceinline__ void reset(float scale_log2_) {
         scale_log2 = scale_log2_;
-        maximum[0] = maximum[1] = -INFINITY;
+        offset[0] = offset[1] = -INFINITY;
         sum[0] = sum[1] = 0.0f;
         factor[0] = factor[1] = 1.0f;
     }
 
-    // Turns scores into weights. Returns whether the output must be multiplied with `factor` (the same in all lanes).
-    // Every row of the tile has a score that is not masked.
-    __device__ __forceinline__ bool update(float (&scores)[32]) {
-        float part[4] = {scores[0], scores[1], scores[2], scores[3]};  // short chains
+    // Weights under the current maximum, and their sums.
+    template <typename T>
+    __device__ __forceinline__ void weigh(const float (&scores)[32], uint32_t (&weights)[16], float (&total)[2]) const {
+        float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // short chains
 #pragma unroll
-        for (int i = 4; i < 32; ++i) part[i % 4] = fmaxf(part[i % 4], scores[i]);
-        const float top[2] = {quad_max(fmaxf(part[0], part[1])), quad_max(fmaxf(part[2], part[3]))};
-        const bool grows = (top[0] - maximum[0]) * scale_log2 > kSlack || (top[1] - maximum[1]) * scale_log2 > kSlack;
-        const bool rescale = __any_sync(0xFFFFFFFF, grows);
-        if (rescale) {
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const float next = fmaxf(maximum[r], top[r]);
-                factor[r] = exp2_approx((maximum[r] - next) * scale_log2);
-                maximum[r] = next;
-                sum[r] *= factor[r];
-            }
-        }
-        const float offset[2] = {maximum[0] * scale_log2, maximum[1] * scale_log2};
-#pragma unroll
-        for (int i = 0; i < 32; ++i) {
+        for (int i = 0; i < 32; i += 2) {
             const int r = (i / 2) % 2;
-            scores[i] = exp2_approx(fmaf(scores[i], scale_log2, -offset[r]));
-            sum[r] += scores[i];
+            const float low = exp2_approx(fmaf(scores[i], scale_log2, -offset[r]));
+            const float high = exp2_approx(fmaf(scores[i + 1], scale_log2, -offset[r]));
+            part[2 * r] += low;
+            part[2 * r + 1] += high;
+            weights[i / 2] = Element<T>::pack(low, high);
         }
-        return rescale;
+        total[0] = part[0] + part[1];
+        total[1] = part[2] + part[3];
+    }
+
+    // Turns scores into weights under the true maximum; the output must be multiplied with `factor`. Every row of the
+    // tile has a score that is not masked.
+    template <typename T>
+    __device__ __forceinline__ void raise(const float (&scores)[32], uint32_t (&weights)[16]) {
+        float top[2] = {scores[0], scores[2]};
+#pragma unroll
+        for (int i = 0; i < 32; ++i) top[(i / 2) % 2] = fmaxf(top[(i / 2) % 2], scores[i]);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float next = fmaxf(offset[r], quad_max(top[r]) * scale_log2);
+            factor[r] = exp2_approx(offset[r] - next);
+            offset[r] = next;
+        }
+        float total[2];
+        weigh<T>(scores, weights, total);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) sum[r] = sum[r] * factor[r] + total[r];
+    }
+
+    // Turns scores into weights under the current maximum. False, the same in all lanes, if that has to be raised: then
+    // nothing has changed but `weights`. Sums that are no number count as too large.
+    template <typename T>
+    __device__ __forceinline__ bool update(const float (&scores)[32], uint32_t (&weights)[16]) {
+        float total[2];
+        weigh<T>(scores, weights, total);
+        if (!__all_sync(0xFFFFFFFF, total[0] <= kLimit && total[1] <= kLimit)) return false;
+        sum[0] += total[0];
+        sum[1] += total[1];
+        return true;
     }
 
     template <int kCount>

@@ -29,6 +29,9 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t address, uint32_t leadin
     return static_cast<uint64_t>(kHigh) << 32 | low;
 }
 
+// Address of a tile as descriptors take it: in a cluster, addresses carry the number of the CTA above 24 bits.
+__device__ __forceinline__ uint32_t tile_address(const void* tile) { return smem_address(tile) & 0x3FFFF; }
+
 // Step `k` (16 elements of the reduced dimension, which is the contiguous one) of a tile of `kRows` rows.
 template <int kRows>
 __device__ __forceinline__ uint64_t k_major(uint32_t tile, int k) {
@@ -63,6 +66,12 @@ template <int kCount>
 __device__ __forceinline__ void pin(uint32_t (&registers)[kCount]) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(registers[i])::"memory");
+}
+
+template <int kCount>
+__device__ __forceinline__ void copy(const uint32_t (&from)[kCount], uint32_t (&to)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) to[i] = from[i];
 }
 
 // --- instructions
@@ -176,19 +185,23 @@ __device__ __forceinline__ void to_operand(const float (&tile)[32], uint32_t (&o
     for (int i = 0; i < 16; ++i) operand[i] = Element<T>::pack(tile[2 * i], tile[2 * i + 1]);
 }
 
-// Among the four lanes of a quad: lane t gives word k to lane k and gets, as word k, lane k's word t. Turns the
-// accumulator layout (two columns of each 8 a lane) into 8 columns a lane for 16-byte stores.
-__device__ __forceinline__ void quad_transpose(uint32_t (&words)[4], int lane) {
+// Among the four lanes of a quad, in every group of four words: lane t gives word k to lane k and gets, as word k, lane
+// k's word t. Turns the accumulator layout (two columns of each 8 a lane) into 8 columns a lane for 16-byte stores.
+template <int kGroups>
+__device__ __forceinline__ void quad_transpose(uint32_t (&words)[kGroups][4], int lane) {
 #pragma unroll
     for (int bit = 1; bit <= 2; bit *= 2) {
         const bool upper = (lane & bit) != 0;
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            if (k & bit) continue;
-            uint32_t& low = words[k];
-            uint32_t& high = words[k + bit];
-            const uint32_t received = __shfl_xor_sync(0xFFFFFFFF, upper ? low : high, bit);
-            (upper ? low : high) = received;
+        for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                if (k & bit) continue;
+                uint32_t& low = words[group][k];
+                uint32_t& high = words[group][k + bit];
+                const uint32_t received = __shfl_xor_sync(0xFFFFFFFF, upper ? low : high, bit);
+                (upper ? low : high) = received;
+            }
         }
     }
 }

@@ -1,4 +1,4 @@
-"""Density and imbalance in Bridge's logs, through its callbacks."""
+"""Density, recall and imbalance in Bridge's logs, through its callbacks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 
 from megatron_mtraining.integration import runtime
-from megatron_mtraining.integration.training_metrics import TrainingMetrics
+from megatron_mtraining.integration.training_metrics import TrainingMetrics, format_line
 from megatron_mtraining.metrics import Recorder
 
 
@@ -39,29 +39,37 @@ class MTrainingCallback(Callback):
         state = runtime.current()
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._metrics = TrainingMetrics(self.path, Recorder())
+        self._metrics = TrainingMetrics(self.path, Recorder(armed=False, takes_recall=True))
         self._recording.enter_context(self._metrics.recorder.active())
         state.recorder = self._metrics.recorder
         self._recording.callback(setattr, state, "recorder", None)
         state.steps_done = lambda: context.state.train_state.step
         self._first = context.state.train_state.step + 1
 
+    def on_train_step_start(self, context: CallbackContext) -> None:
+        """Records attention in the steps that Bridge will log alone."""
+        assert self._metrics is not None
+        self._metrics.recorder.armed = self._logs(context.state.train_state.step + 1, context.state)
+
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Takes the step's loss and, when Bridge logs, ends the interval."""
         assert self._metrics is not None
         self._metrics.note_step(context.loss_dict or {})
+        self._metrics.recorder.armed = False  # evaluation follows
         step = context.state.train_state.step + 1  # Bridge counts the step after the callbacks
-        if step == self._first or step % context.state.cfg.logger.log_interval == 0:
+        if self._logs(step, context.state):
             self._write(step, context.state)
+
+    def _logs(self, step: int, state: Any) -> bool:
+        return step == self._first or step % state.cfg.logger.log_interval == 0
 
     def _write(self, step: int, state: Any) -> None:
         assert self._metrics is not None
         tokens = get_current_global_batch_size() * state.cfg.model.seq_length
-        line = self._metrics.write(step, tokens, state.tensorboard_logger)
-        if line is not None and state.wandb_logger is not None:
-            numbers = {name: value for name, value in line.items() if isinstance(value, float) and name != "loss"}
-            numbers |= {f"density_layer/{layer}": value for layer, value in line["density_by_layer"].items()}
-            state.wandb_logger.log({f"mtraining/{name}": value for name, value in numbers.items()}, step)
+        line = self._metrics.gather(step, tokens)
+        if line is not None:
+            print(format_line(line), flush=True)
+            self._metrics.publish(line, state.tensorboard_logger, state.wandb_logger)
 
     def on_train_end(self, context: CallbackContext) -> None:
         """Ends recording."""

@@ -14,11 +14,13 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_mtraining.attention import attention_on_groups, estimate_index
+from megatron_mtraining.attention import AttentionAux, attention_on_groups, estimate_index
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.documents import Documents
 from megatron_mtraining.index import VerticalSlashIndex
 from megatron_mtraining.layout import Layout
+from megatron_mtraining.metrics import Recorder
+from megatron_mtraining.recall import probe_recall
 
 from . import runtime
 from .conversion import Placement, convert, convert_qkv
@@ -211,11 +213,32 @@ class MTrainingCoreAttention(MegatronModule):
             documents=documents if index is None else None,
         )
         if state is not None and self.training:
-            if state.recorder is not None:
-                state.recorder.record(self.record_number, aux.index, aux.layout, aux.inner_size)
+            if state.recorder is not None and state.recorder.armed:
+                self._record(state.recorder, q, k, aux, config, cp_group)
             if state.dump is not None:
                 state.dump(aux.index, state.steps_done() + 1, layer, cp_group)
         return out.transpose(0, 1).flatten(2)
+
+    def _record(
+        self,
+        recorder: Recorder,
+        q: Tensor,
+        k: Tensor,
+        aux: AttentionAux,
+        config: MTrainingConfig,
+        cp_group: torch.distributed.ProcessGroup | None,
+    ) -> None:
+        """Leaves the index with the recorder and, in the first call of a layer, the probe's recall: all on the device."""
+        layer = self.record_number
+        recorder.record(layer, aux.index, aux.layout, aux.inner_size, cp_group)
+        if not recorder.takes_recall or layer in recorder.recalls or not isinstance(aux.index, VerticalSlashIndex):
+            return
+        if config.dense:
+            recorder.recalls[layer] = torch.ones((), dtype=torch.float64, device=q.device)
+            return
+        recorder.recalls[layer] = probe_recall(
+            q, k, aux.index, config=config, layout=aux.layout, cp_group=cp_group, softmax_scale=self.softmax_scale
+        )
 
     def _guarded(
         self,

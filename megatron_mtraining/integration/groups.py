@@ -5,8 +5,7 @@ Megatron's context-parallel group carries keys and values of a flat ring, and it
 after
 Megatron has made its own groups: made lazily inside attention, pipeline stages would wait for each other for ever.
 
-Communicators made per rank: flat ring 1 (dK and dV), hierarchical with Megatron's groups 2 (dK and dV, inner and
-    outer), hierarchical without them 4.
+Communicators made per rank: :func:`groups_to_make`.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -41,6 +41,19 @@ class RingPlan:
 
     inner_size: int
     reason: str
+
+
+def groups_to_make(size: int, inner_size: int, megatron_has_them: bool) -> tuple[str, ...]:
+    """The fields of :class:`RingGroups` for which groups are made, for ``size`` ranks in inner rings of ``inner_size``.
+
+    Args:
+        megatron_has_them: whether Megatron's hierarchical groups carry the keys.
+    """
+    if size == 1:
+        return ()
+    if inner_size == size:
+        return ("inner_grad",)
+    return ("inner_grad", "outer_grad") if megatron_has_them else ("inner", "outer", "inner_grad", "outer_grad")
 
 
 @dataclass
@@ -176,22 +189,15 @@ def _make(
     megatron_has_them: bool,
 ) -> RingGroups:
     """Makes the extra groups of one context-parallel group; ranks outside it take part and keep nothing."""
-    if len(ranks) == 1:
-        return RingGroups()
-    if plan.inner_size == len(ranks):
-        return RingGroups(inner_grad=make([ranks]))
     inner_ranks = [ranks[first : first + plan.inner_size] for first in range(0, len(ranks), plan.inner_size)]
     outer_ranks = [ranks[place :: plan.inner_size] for place in range(plan.inner_size)]
-    if megatron_has_them:
-        inner, outer = hierarchical if hierarchical else (None, None)
-    else:
-        inner, outer = make(inner_ranks), make(outer_ranks)
-    return RingGroups(
-        inner=inner,
-        outer=outer,
-        inner_grad=make(inner_ranks),
-        outer_grad=make(outer_ranks),
-    )
+    made: dict[str, Any] = {
+        name: make(inner_ranks if name.startswith("inner") else outer_ranks)
+        for name in groups_to_make(len(ranks), plan.inner_size, megatron_has_them)
+    }
+    if plan.inner_size < len(ranks) and hierarchical:
+        made |= {"inner": hierarchical[0], "outer": hierarchical[1]}
+    return RingGroups(**made)
 
 
 def _new_group(

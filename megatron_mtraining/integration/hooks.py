@@ -192,7 +192,7 @@ def activate(args: argparse.Namespace, parsed: Parsed) -> None:
         RefusedError: for what only shows after validation; names the option, its value and the valid ones.
     """
     refuse(args)
-    from . import dumping, guard
+    from . import dumping, guard, training_log
 
     mode = choose_layout_mode(args.mtraining_layout_mode, args, parsed.config)
     check_sequence_length(args.seq_length, args, parsed.config, mode)
@@ -205,14 +205,13 @@ def activate(args: argparse.Namespace, parsed: Parsed) -> None:
         guard=guard.guard_from_args(args, parsed.config),
         dump=dumping.dump_from_args(args, parsed.config),
     )
+    log = training_log.log_from_args(args)
     runtime.use(state)
     put_in_place(args.context_parallel_size)
     if state.guard is not None:
         _active_hooks.append(guard.install(state.guard))
-    if args.mtraining_metrics is not None:
-        from . import training_metrics
-
-        _active_hooks.append(training_metrics.install(args.mtraining_metrics))
+    if log is not None:
+        _active_hooks.append(training_log.install(log))
     _report(args, f"layout {parsed.config.layout}, {mode.mode}: {mode.reason}")
     if state.plan.describe():
         _report(args, state.plan.describe())

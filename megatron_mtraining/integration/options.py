@@ -59,6 +59,18 @@ def add_mtraining_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 RUN_OPTIONS: dict[str, dict[str, Any]] = {
+    "log": {
+        "choices": ("all", "no-recall", "none"),
+        "default": "all",
+        "help": "metrics in Megatron's log line, TensorBoard and W&B: all, all but the recall of the probe, or none "
+        "(default: all)",
+    },
+    "profile_steps": {
+        "metavar": "ITERATIONS",
+        "default": None,
+        "help": "iterations whose ring passes are timed, such as 3,10; written to ring.jsonl beside the file of "
+        "--mtraining-metrics (default: none)",
+    },
     "dense_layers": {
         "metavar": "LAYERS",
         "default": None,
@@ -97,6 +109,18 @@ RUN_OPTIONS: dict[str, dict[str, Any]] = {
         "choices": ("dense", "stop"),
         "default": "dense",
         "help": "stop: end the run after a step in which the guard made a layer dense (default: dense)",
+    },
+    "guard_scope": {
+        "choices": ("layer", "head"),
+        "default": "layer",
+        "help": "what goes dense: the layer, or every head for itself by its own recall (default: layer)",
+    },
+    "guard_segments": {
+        "metavar": "PARTS",
+        "type": int,
+        "default": 1,
+        "help": "judge recall by the rows at the ends of so many parts of each document, also those that did not choose the "
+        "index: 1 to 64 (default: 1, the document's end alone)",
     },
     "dump_index": {
         "metavar": "DIR",

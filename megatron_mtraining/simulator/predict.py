@@ -11,6 +11,7 @@ import numpy as np
 from ..config import BLOCK
 from ..layout import Layout
 from .cost import Link, Links, Rates, Shape
+from .memory import ring_buffer_bytes
 from .timeline import Ring, Timeline, by_launch, chunk_table, simulate
 from .work import IndexProfile, RankWork
 
@@ -97,7 +98,7 @@ class Prediction:
         forward, backward: the passes.
         balance: of the slash pairs of the forward steps, which the transfers hide behind.
         total_imbalance: slowest over mean rank, all pairs of the call.
-        buffer_bytes: keys and gradients of the rings' buffers, one rank, the larger of the two passes.
+        buffer_bytes: keys and gradients of the rings' buffers, one rank.
         call_seconds: index and host of a call.
     """
 
@@ -173,7 +174,7 @@ class Predictor:
         work = self.work(choice)
         key_bytes = self.shape.chunk_bytes(cluster.cp_size)
         grad_bytes = self.shape.chunk_bytes(cluster.cp_size, 4)
-        lines, buffers, pairs = [], [], np.zeros((1, 1))
+        lines, plans, pairs = [], [], np.zeros((1, 1))
         for backward in (False, True):
             plan = ring.plan(backward, choice.chunks_per_launch)
             steps = work.by_step(chunk_table(ring, plan))
@@ -189,10 +190,11 @@ class Predictor:
             lines.append(
                 simulate(ring, plan, seconds, cluster.links, key_bytes, grad_bytes, 3 * grad_bytes / 2 / rates.memory)
             )
-            buffers.append(plan.key_slots * key_bytes + plan.grad_slots * grad_bytes)
+            plans.append(plan)
         whole = pairs.sum(1) + work.columns
         return Prediction(
-            choice, lines[0], lines[1], Balance.of(pairs), float(whole.max() / whole.mean()), max(buffers),
+            choice, lines[0], lines[1], Balance.of(pairs), float(whole.max() / whole.mean()),
+            ring_buffer_bytes(plans[0], plans[1], key_bytes, grad_bytes),
             rates.index + rates.host,
         )  # fmt: skip
 

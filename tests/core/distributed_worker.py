@@ -238,6 +238,45 @@ def wrong_groups_are_refused() -> None:
             raise AssertionError(f"{message}: not refused")
 
 
+@case
+def unequal_shapes_are_refused_on_every_rank() -> None:
+    """Without a layout; one rank has more tokens, or another number of heads or dimensions. Nothing is left hanging."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    longer = [256 + 64 * (r == world - 1) for r in range(world)]
+    odd = [256 - 56 * (r == 0) for r in range(world)]
+
+    def tensors(length: int, heads: int = 4) -> list[torch.Tensor]:
+        return [torch.randn(1, length, h, 64, dtype=torch.float32, device=device()).to(dtype()) for h in (heads, 2, 2)]
+
+    wrong = [
+        (tensors(longer[rank]), f"q has the shapes {[[1, n, 4, 64] for n in longer]} on the context-parallel ranks"),
+        (tensors(odd[rank]), f"q has the shapes {[[1, n, 4, 64] for n in odd]}"),
+        (
+            tensors(256, 4 - 2 * (rank == 0)),
+            f"q has the shapes {[[1, 256, 4 - 2 * (r == 0), 64] for r in range(world)]}",
+        ),
+        ([x[0] if rank == 1 else x for x in tensors(256)], "[256, 4, 64]"),
+        ([tensors(256)[0], *tensors(longer[rank])[1:]], f"k has the shapes {[[1, n, 2, 64] for n in longer]}"),
+    ]
+    for (q, k, v), message in wrong:
+        for call in (mtraining_attention, estimate_index):
+            try:
+                call(q, k, *([v] if call is mtraining_attention else []), cp_group=dist.group.WORLD, config=SPARSE)
+            except ValueError as error:
+                assert message in str(error), str(error)
+            else:
+                raise AssertionError(f"{message}: not refused")
+    gathers: list[int] = []
+    gather = dist.all_gather_into_tensor
+    dist.all_gather_into_tensor = lambda out, x, group: (gathers.append(x.numel()), gather(out, x, group))
+    try:
+        for _ in range(2):
+            mtraining_attention(*tensors(256), cp_group=dist.group.WORLD, config=SPARSE)
+    finally:
+        dist.all_gather_into_tensor = gather
+    assert gathers.count(15) == 1, f"compared {gathers.count(15)} times"
+
+
 def main() -> None:
     """Runs the cases and writes their outcome."""
     rank, world, store, report, *names = sys.argv[1:]

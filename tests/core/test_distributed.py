@@ -1,8 +1,10 @@
 """Rings over real process groups: bit for bit what one process playing all ranks computes."""
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,14 +16,15 @@ ROOT = Path(__file__).parents[2]
 SECONDS = 480
 
 
-def start(world: int, folder: Path) -> list[dict[str, str]]:
-    """Runs all cases in ``world`` processes; each rank's outcomes."""
+def start(world: int, folder: Path, cases: Sequence[str] = (), **variables: str | None) -> list[dict[str, str]]:
+    """Runs the cases, or all, in ``world`` processes; each rank's outcomes. A variable that is None is taken away."""
     arguments = [sys.executable, "-m", "tests.core.distributed_worker"]
+    environment = {name: value for name, value in {**os.environ, **variables}.items() if value is not None}
     logs = [(folder / f"log.{rank}").open("w") for rank in range(world)]
     ranks = [
         subprocess.Popen(
-            [*arguments, str(rank), str(world), str(folder / "store"), str(folder / "report")],
-            cwd=ROOT, stdout=logs[rank], stderr=subprocess.STDOUT,
+            [*arguments, str(rank), str(world), str(folder / "store"), str(folder / "report"), *cases],
+            cwd=ROOT, env=environment, stdout=logs[rank], stderr=subprocess.STDOUT,
         )
         for rank in range(world)
     ]  # fmt: skip
@@ -68,3 +71,14 @@ def test_ranks_on_nccl(outcomes: dict[int, list[dict[str, str]]], world: int, na
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs")
     check(outcomes, world, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("connections", ["1", "8", "32", None])
+def test_bits_do_not_depend_on_the_number_of_connections(tmp_path: Path, connections: str | None) -> None:  # N1
+    """``CUDA_DEVICE_MAX_CONNECTIONS`` orders kernels of different streams: every setting gives what one process computes."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    names = ["flat", "several_chunks_a_launch", "late_ranks_and_many_passes"]
+    for rank, outcome in enumerate(start(2, tmp_path, names, CUDA_DEVICE_MAX_CONNECTIONS=connections)):
+        assert outcome == dict.fromkeys(names, "passed"), f"rank {rank}: {outcome}"

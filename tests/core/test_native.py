@@ -42,6 +42,7 @@ def test_devices_that_are_served(monkeypatch, architectures, capability, arch) -
     ],
 )
 def test_devices_that_are_refused(monkeypatch, architectures, capability, arch, message) -> None:  # type: ignore[no-untyped-def]
+    """Case M4."""
     pretend_built(monkeypatch, architectures, capability)
     with pytest.raises(RuntimeError, match=message):
         native.require(CUDA, torch.bfloat16, 128, arch)
@@ -61,7 +62,7 @@ def test_library_that_is_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         native.load()
 
 
-def test_library_of_another_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_library_of_another_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # M2
     library = tmp_path / "libother.so"
     library.write_bytes(b'not ELF {"version": "1", "torch": "2.99.0", "cuda": "13.0", "architectures": "80"} rest')
     monkeypatch.setattr(native, "LIBRARY", library)

@@ -8,7 +8,7 @@ import torch
 
 from megatron_mtraining import Layout, MTrainingConfig
 from megatron_mtraining.metrics import imbalance_degrees
-from megatron_mtraining.report import newest_passes, page, read_lines
+from megatron_mtraining.report import newest_calls, newest_passes, page, read_lines
 from megatron_mtraining.ring_profile import LaunchTimes, PassTimes, TransferTimes, profile_ring
 from megatron_mtraining.testing import run_virtual
 
@@ -49,6 +49,42 @@ def test_page_of_a_run(tmp_path: Path) -> None:
     assert [p.cp_rank for p in newest_passes(read_lines(tmp_path / "ring.jsonl"))["forward"]] == [0, 1, 2, 3]
     text = page(tmp_path)
     assert text.count("data:image/png;base64,") == 3 + 2 * 2 and "http" not in text
+    profiled = [p.to_json() | {"step": 2, "call": call} for call in (0, 1) for p in passes]
+    (tmp_path / "ring.jsonl").write_text("".join(json.dumps(pass_) + "\n" for pass_ in profiled))
+    more = {"recall_by_layer": {"1": 0.9}, "useful_tflops": 3.25, "layout": "striped", "recall": None}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line | more | {"step": 3}) + "\n")
+    text = page(tmp_path)
+    assert text.count("data:image/png;base64,") == 3 + 2 + 2 * 3
+    assert "Training, step 3" in text and "<td>3.25</td><td>striped</td>" in text
+
+
+def test_calls_of_the_newest_step_by_rank() -> None:
+    times = PassTimes("forward", 1, (LaunchTimes((0,), 0, 0, 1, 1, 1),), ())
+    other = {**times.to_json(), "cp_rank": 0}
+    lines = [
+        line | {"step": step, "call": call} for step in (2, 9) for call in (1, 0) for line in (times.to_json(), other)
+    ]
+    [calls] = newest_calls(lines).values()
+    assert [[p.cp_rank for p in ranks] for ranks in calls] == [[0, 1], [0, 1]]
+    assert newest_calls([times.to_json()]) == {}
+
+
+def test_no_work_is_counted_twice_of_ranks_played_in_one_process() -> None:
+    """The ranks share one device: their busy times are disjoint, so that the sums are no more than the passes took."""
+    q, k, v = random_qkv(2048, dtype=torch.float32)
+    with profile_ring() as profile:
+        out = run_virtual(
+            q, k, v, layout=Layout.striped(2048, 8), config=MTrainingConfig(top_p=0.8, chunks_per_launch=2)
+        )
+        out.sum().backward()
+    passes = profile.read()
+    for phase in ("forward", "backward"):
+        mine = [p for p in passes if p.phase == phase]
+        assert len(mine) == 8
+        # All ranks' clocks start at their own first mark, within the time of posting: a small part of a pass.
+        longest = max(p.total_ms for p in mine)
+        assert sum(p.compute_ms for p in mine) <= 1.02 * longest, phase
+        assert all(0 < launch.compute_ms for p in mine for launch in p.launches)
 
 
 def test_a_run_without_files_is_refused(tmp_path: Path) -> None:

@@ -1,13 +1,16 @@
 """The simulator: its counts and plans are the product's, the paper's breakdown, the balance of issue-sized rings."""
 
 import json
+import math
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from megatron_mtraining import Layout, simulate
+from megatron_mtraining import Layout, MTrainingConfig, simulate
+from megatron_mtraining.buffers import pool
 from megatron_mtraining.launches import backward_plan, forward_plan
 from megatron_mtraining.metrics import pair_counts
 from megatron_mtraining.simulator import (
@@ -25,9 +28,20 @@ from megatron_mtraining.simulator import (
     head_parallel_imbalance,
     make_profile,
 )
-from megatron_mtraining.simulator.memory import MODELS, Parallel, memory_plan, smallest_cp
+from megatron_mtraining.simulator.memory import (
+    MODELS,
+    Parallel,
+    Training,
+    memory_plan,
+    ring_buffer_bytes,
+    ring_plans,
+    smallest_cp,
+)
 from megatron_mtraining.simulator.timeline import Ring, chunk_table
 from megatron_mtraining.simulator.work import to_index
+from megatron_mtraining.testing import run_virtual
+
+from .helpers import random_qkv
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -152,6 +166,49 @@ def test_memory_plans() -> None:
     assert 1 <= needed[0] <= needed[1]
     with pytest.raises(ValueError, match="tp=4: must divide the 2 key heads"):
         memory_plan(model, 131072, Parallel(4, 8))
+
+
+@pytest.mark.parametrize(
+    ("cp", "inner", "chunks"), [(1, 1, None), (2, 2, 1), (4, 4, 1), (4, 4, 2), (4, 2, None), (8, 4, 2), (8, 8, 8)]
+)
+def test_ring_buffers_are_those_that_the_product_takes(
+    monkeypatch: pytest.MonkeyPatch, cp: int, inner: int, chunks: int | None
+) -> None:
+    """Every size of buffer once: the pool gives a rank's second pass what its first one gave back."""
+    taken: set[tuple[int, ...]] = set()
+    take = pool.take
+
+    def noted(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        taken.add((*shape, dtype.itemsize))
+        return take(shape, dtype, device)
+
+    monkeypatch.setattr(pool, "take", noted)
+    q, k, v = random_qkv(64 * 2 * cp, heads=4, kv_heads=2, dtype=torch.bfloat16)
+    layout = Layout.striped(q.shape[1], cp)
+    config = MTrainingConfig(top_p=0.7, chunks_per_launch=chunks)
+    run_virtual(q, k, v, layout=layout, config=config, inner_size=inner).sum().backward()
+    key = 2 * k[:, : layout.local_seq_len].numel() * 2
+    plans = ring_plans(layout.local_seq_len, Parallel(1, cp, inner_size=inner), chunks)
+    assert sum(math.prod(shape) for shape in taken) == ring_buffer_bytes(*plans, key, 2 * key)
+
+
+def test_memory_of_pipeline_stages_and_of_a_run_without_recomputation() -> None:
+    model = MODELS["llama-3.1-8b"]
+    whole = memory_plan(model, 524288, Parallel(1, 32))
+    stages = [memory_plan(model, 524288, Parallel(1, 32, pp=4), stage=stage) for stage in range(4)]
+    assert sum(stage["weights"] for stage in stages) == pytest.approx(whole["weights"])
+    assert [stage["logits"] > 0 for stage in stages] == [False, False, False, True]
+    assert stages[0]["activations"] == pytest.approx(4 * stages[3]["activations"])
+    assert stages[0]["activations"] == pytest.approx(
+        whole["activations"]
+    )  # a quarter of the layers, four micro-batches
+    kept = memory_plan(model, 524288, Parallel(1, 32), Training(recompute=False))
+    assert kept["activations"] > 8 * whole["activations"]
+    alone = memory_plan(model, 524288, Parallel(1, 32), Training(sharded_optimizer=False))
+    assert alone["optimizer"] == pytest.approx(32 * whole["optimizer"])
+    assert model.stage_embeddings(0, 1) == 2 * model.stage_embeddings(0, 4) == model.embedding_parameters
+    tied = MODELS["qwen2.5-3b"]
+    assert tied.stage_embeddings(0, 1) == tied.stage_embeddings(3, 4) == tied.embedding_parameters
 
 
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:

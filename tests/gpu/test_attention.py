@@ -44,6 +44,7 @@ CASES = {
     "columns-only": Case(slash=0, vertical=300),
     "dense": Case(slash=16, vertical=0),
     "all-columns": Case(slash=0, vertical=1024),
+    "many-columns": Case(heads=32, kv_heads=8, vertical=900),
     "pieces": Case(cp_size=4, vertical=500, config={"max_compact_columns": 64}),
     "gather-again": Case(cp_size=4, vertical=200, config={"vertical_backward": "gather"}),
 }
@@ -113,7 +114,7 @@ def test_fast_mode_is_as_accurate(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", kernels())
-def test_offsets_beyond_32_bits(kernel: str) -> None:
+def test_offsets_beyond_32_bits(kernel: str) -> None:  # I1
     """2^31 elements and one block more: the first and the last rows are right."""
     heads, kv_heads, dim = 32, 4, 128
     for seq_len in (524288, 524352):

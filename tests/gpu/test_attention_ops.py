@@ -131,6 +131,25 @@ def test_gradients_accumulate_and_overwrite(kernel: str) -> None:
         torch.testing.assert_close(a, c, rtol=0, atol=1e-4 * largest, msg=lambda m, name=name: f"{name}: {m}")
 
 
+@pytest.mark.parametrize("kernel", kernels())
+@pytest.mark.parametrize("blocks", [1, 2, 3, 4, 7])
+def test_gradients_of_columns_that_few_rows_attend(kernel: str, blocks: int) -> None:
+    """The Hopper kernel deals the rows of a column tile out to four warpgroups: some have none, or one more."""
+    case = Case(seq_len=64 * blocks, heads=3, kv_heads=3, slash=0, vertical=64 * blocks - 5)
+    call = Call(case, 0, kernel)
+    out, lse = call.poisoned(*call.rows, dtype=case.dtype), call.new_lse()
+    call.forward(slice(None), True, False, None, out, lse)
+    dout = torch.randn_like(out)
+    delta = call.ops.attention_delta(out, dout)
+    found = gradients(call, dout, lse, delta, call.ops, [])
+    truth = gradients(call, dout, lse, delta, reference, [])
+    for name, a, b in zip(
+        ("dq", "d_compact_k", "d_compact_v"), (found[0], *found[3:]), (truth[0], *truth[3:]), strict=True
+    ):
+        atol = 1e-2 * max(float(b.abs().max()), 1e-3)
+        torch.testing.assert_close(a, b, rtol=0, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
+
+
 def gradients(call: Call, dout: Tensor, lse: Tensor, delta: Tensor, ops, steps) -> list[Tensor]:  # type: ignore[no-untyped-def]
     """dq, dk, dv, d_compact_k, d_compact_v, from poisoned buffers."""
     dq = call.poisoned(*call.rows)

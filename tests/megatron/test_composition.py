@@ -7,6 +7,7 @@ Megatron's data parallelism alone.
 from __future__ import annotations
 
 import pytest
+import torch
 
 from .test_training import (
     ALL,
@@ -33,6 +34,8 @@ EXPERTS = (
     "--moe-token-dispatcher-type allgather"
 )
 NORMED = f"{ROPE} {ALL} --qk-layernorm"
+DEEP = f"{ROPE} --num-layers 8"
+DROPOUT = f"{SPARSE} {CP2} --tensor-model-parallel-size 2 --hidden-dropout 0.1"
 SCHEDULE = f"{ROPE} --mtraining-top-p-schedule 1:0.5:2 --train-iters 3"
 CHECKPOINT = "--ckpt-format torch_dist"
 STOPPED = f"--mtraining-guard-action stop --lr-decay-iters 10 --save-interval 100 --save FOLDER/stopped {CHECKPOINT}"
@@ -63,6 +66,10 @@ SCENARIOS = {
     "resumed": f"{SCHEDULE} {CP2} --load FOLDER/scheduled --ckpt-step 2 {CHECKPOINT}",
     "sparse_selective": f"{SPARSE} {CP4} --recompute-granularity selective --recompute-modules core_attn mlp",
     "sparse_dp4": SPARSE,
+    "deep_dp4": f"{DEEP} {ALL}",
+    "deep_cp2": f"{DEEP} {ALL} {CP2}",
+    "dropout_tp2_cp2": DROPOUT,
+    "dropout_recomputed": f"{DROPOUT} {FULL_RECOMPUTE}",
 }
 
 PAIRS = [
@@ -77,6 +84,7 @@ PAIRS = [
     ("packed_samples2", "packed_dp4"),
     ("packed_hierarchical", "packed_dp4"),
     ("sparse_selective", "sparse_dp4"),
+    ("deep_cp2", "deep_dp4"),  # case C3: nothing piles up over the layers
 ]
 
 
@@ -89,6 +97,19 @@ def runs(tmp_path_factory):
 def test_gradients_are_those_of_data_parallelism_alone(runs, name, reference):
     assert_same_gradients(runs, name, reference)
     assert_same_losses(runs, name, reference)
+
+
+def test_dropout_around_attention_draws_the_same_numbers_in_recompute(runs):
+    """Case K3: attention moves no random state, so the second pass of a layer has the masks of the first."""
+    plain, recomputed = runs.ranks("dropout_tp2_cp2"), runs.ranks("dropout_recomputed")
+    assert [run["random_state_moved"] for run in plain + recomputed] == [0] * 2 * len(plain)
+    for step in (0, 1):
+        ours, theirs = runs.gradients("dropout_recomputed", step), runs.gradients("dropout_tp2_cp2", step)
+        assert all(torch.equal(ours[parameter], theirs[parameter]) for parameter in theirs)
+    undropped = runs.gradients("sparse_dp4")
+    assert not all(
+        torch.allclose(theirs, undropped[name]) for name, theirs in runs.gradients("dropout_tp2_cp2").items()
+    )
 
 
 @pytest.mark.parametrize("name", ["overlapped_gather", "hierarchical_optimizer"])

@@ -18,6 +18,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron_mtraining import MTrainingConfig, mtraining_attention
 from megatron_mtraining.integration import MTrainingCoreAttention, RefusedError
 from megatron_mtraining.metrics import Recorder
+from megatron_mtraining.recall import probe_recall
 
 from .conftest import make_config
 
@@ -239,15 +240,31 @@ def test_dynamic_batching_is_refused(plugin):
 
 @pytest.mark.usefixtures("one_rank")
 def test_the_recorder_gets_each_layers_index_in_training(plugin):
-    state = plugin(MTrainingConfig(top_p=0.5))
-    state.recorder = Recorder()
+    config = MTrainingConfig(top_p=0.5)
+    state = plugin(config)
+    state.recorder = Recorder(takes_recall=True)
     q, k, v = qkv()
     module = core()
     module.record_number = 7
     module.eval()(q, k, v, None)
-    assert not state.recorder.indices
+    state.recorder.armed = False
     module.train()(q, k, v, None)
+    assert not state.recorder.indices and not state.recorder.recalls
+    state.recorder.armed = True
+    module(q, k, v, None)
     assert list(state.recorder.indices) == [7]
+    index = state.recorder.indices[7][0]
+    expected = probe_recall(*(x.transpose(0, 1) for x in (q, k)), index, config=config)
+    assert torch.equal(state.recorder.recalls[7], expected)
+    assert 0.5 <= float(expected.mean()) < 1
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_dense_layer_keeps_all_of_the_probe(plugin):
+    state = plugin(MTrainingConfig(dense=True))
+    state.recorder = Recorder(takes_recall=True)
+    core().train()(*qkv(), None)
+    assert float(state.recorder.recalls[1]) == 1
 
 
 class _Ranks:

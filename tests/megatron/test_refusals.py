@@ -58,6 +58,7 @@ def test_every_refusal_has_a_test():
 
 @pytest.mark.parametrize("name", COMMAND_LINES)
 def test_refused_on_the_command_line(parse, name):
+    """Case K1: an option that changes the mathematics is refused by name, never dropped."""
     options, expected = COMMAND_LINES[name]
     with pytest.raises(
         RefusedError, match=f"^{expected}: not supported with --attention-backend mtraining.*; use "

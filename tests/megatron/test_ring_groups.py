@@ -118,7 +118,7 @@ def _by_host(rank):
     for name, expected in (("inner", inner), ("outer", outer), ("inner_grad", inner), ("outer_grad", outer)):
         assert dist.get_process_group_ranks(getattr(rings, name)) == expected
     assert rings.inner_size("auto") == 2
-    assert groups.count_made() == 4
+    assert groups.count_made() == len(groups.groups_to_make(4, 2, False)) == 4
 
 
 def _from_megatron(rank):
@@ -132,10 +132,32 @@ def _from_megatron(rank):
     assert groups.count_made() == 2
 
 
+def _crossing(rank):
+    """Inner rings that would cross pretended hosts: the same one line on every rank, before any group is made."""
+    groups.host_identity = lambda: f"host {rank % 2}"
+    inner = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
+    outer = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
+    cp = dist.new_group([0, 1, 2, 3])
+    made = groups.count_made()
+    with pytest.raises(
+        RefusedError, match=r"sizes 2 2: an inner ring of 2 ranks would cross hosts.*inner-across-hosts"
+    ):
+        groups.create_ring_groups(cp, "auto", [inner, outer])
+    assert groups.count_made() == made
+    assert groups.create_ring_groups(cp, "auto", [inner, outer], across_hosts=True).inner_size == 2
+    assert groups.count_made() == made + len(groups.groups_to_make(4, 2, True))
+    assert groups.ring_groups(cp).hosts == 2
+    # Neighbours on different hosts form no inner rings by themselves, and asking for some is refused.
+    assert groups.create_ring_groups(cp, "auto").inner_size == 4
+    with pytest.raises(RefusedError, match="--mtraining-ring hierarchical: hosts hold .* form no equal inner rings"):
+        groups.create_ring_groups(cp, "hierarchical")
+    groups.destroy_ring_groups()
+
+
 def _forgotten(_):
     groups.destroy_ring_groups()
     assert groups.count_made() == 0
 
 
 def test_groups_over_processes(tmp_path):
-    run_ranks([_two_groups, _from_megatron, _forgotten, _by_host], 4, tmp_path)
+    run_ranks([_two_groups, _from_megatron, _forgotten, _crossing, _by_host], 4, tmp_path)

@@ -132,19 +132,22 @@ class Runs:
         return next(run["losses"] for run in self.ranks(name) if run["losses"][0])
 
 
-def run_scenarios(scenarios, folder):
-    """Starts the worker; its output is shown if it fails."""
+def run_scenarios(scenarios, folder, import_path=()):
+    """Starts the worker; its output is shown if it fails. ``import_path``: folders that it imports from first."""
     file = folder / "scenarios.json"
     lines = {name: f"{BASE} {options}".replace("FOLDER", str(folder)) for name, options in scenarios.items()}
     file.write_text(json.dumps({name: line.split() for name, line in lines.items()}))
     root = str(Path(__file__).parents[2])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([root, *sys.path[1:]])}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([*import_path, root, *sys.path[1:]]),
+    }
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", str(WORKER)]
     done = subprocess.run(
         [*command, str(file), str(folder)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, timeout=1200, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-6000:]
+    assert done.returncode == 0, done.stdout[-20000:]
     (folder / "log").write_text(done.stdout)
     return Runs(folder)
 

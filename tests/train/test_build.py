@@ -1,6 +1,8 @@
 """The build: a pure wheel without CUDA, one readable message where CUDA cannot be built, and the set-up's finder."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -20,7 +22,7 @@ def no_cuda_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_on_without_nvcc_names_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_without_nvcc_names_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:  # M1
     monkeypatch.setattr(build_backend, "find_nvcc", lambda: None)
     with pytest.raises(SystemExit, match=r"nvcc not found \(CUDACXX, CUDA_HOME and CUDA_PATH unset or wrong"):
         build_backend.get_requires_for_build_wheel({SETTING: "ON"})
@@ -31,7 +33,7 @@ def test_auto_without_nvcc_needs_no_cmake(monkeypatch: pytest.MonkeyPatch) -> No
     assert build_backend.get_requires_for_build_wheel(None) == []
 
 
-def test_another_cuda_than_torch_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_another_cuda_than_torch_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # M1
     """A CUDA of another major version than torch's: both versions in one message, before any compile."""
     import torch
 
@@ -49,7 +51,7 @@ def test_an_nvcc_that_does_not_run_is_named(monkeypatch: pytest.MonkeyPatch, tmp
         build_backend.get_requires_for_build_wheel({SETTING: "ON"})
 
 
-def test_build_isolation_without_torch_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_build_isolation_without_torch_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # M1
     monkeypatch.setenv("CUDACXX", str(stub(tmp_path / "nvcc", "echo release 13.0")))
     isolated = stub(tmp_path / "python", f'exec "{sys.executable}" -S -I "$@"')  # no site-packages: no torch
     monkeypatch.setattr(build_backend.sys, "executable", str(isolated))
@@ -96,6 +98,27 @@ def test_wheel_without_cuda_is_pure_python(tmp_path: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"megatron_mtraining/__init__.py", "megatron_mtraining/py.typed", "megatron_mtraining/launch.py"} <= names
     assert all(name.startswith(("megatron_mtraining/", "megatron_mtraining-")) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("jobs", "expected"), [("2", "2"), ("17", "17"), ("0", None), ("many", None), (None, r"[1-9]\d*")]
+)
+def test_the_number_of_compilers_at_once(root: Path, jobs: str | None, expected: str | None) -> None:  # M3
+    """MAX_JOBS is obeyed; without it, no more compilers than cores, or than the free memory has room for."""
+    if shutil.which("cmake") is None:
+        pytest.skip("needs cmake")
+    environment = {name: value for name, value in os.environ.items() if name != "MAX_JOBS"}
+    run = subprocess.run(
+        ["cmake", "-P", root / "csrc" / "cmake" / "JobPool.cmake"], env=environment | ({"MAX_JOBS": jobs} if jobs else {}),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    found = re.search(r"CUDA compilers at once: (\d+)", run.stdout + run.stderr)
+    if expected is None:
+        assert run.returncode != 0 and f'MAX_JOBS="{jobs}" is not a positive number' in run.stderr
+    else:
+        assert (
+            found is not None and re.fullmatch(expected, found[1]) and (jobs or int(found[1]) <= (os.cpu_count() or 1))
+        )
 
 
 def find_python(folder: Path, **variables: str) -> "subprocess.CompletedProcess[str]":

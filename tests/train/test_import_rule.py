@@ -14,10 +14,10 @@ PACKAGE = ROOT / "megatron_mtraining"
 LAYERS = (
     {"config", "bitmap", "layout", "documents", "schedule", "launches", "index", "block_lists", "budget", "index_dump"},
     {"ops"},
-    {"comm", "metrics", "buffers", "ring_profile"},
+    {"comm", "metrics", "buffers", "ring_profile", "nvtx"},
     {"policies", "estimate", "ring", "simulator"},
     {"ring_op", "attention", "testing", "recall", "report", "simulate"},
-    {"integration", "launch", "startup_hook", "opt_in", "cli", "bridge"},
+    {"integration", "launch", "startup_hook", "opt_in", "plan", "cli", "bridge"},
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 TOP = len(LAYERS) - 1

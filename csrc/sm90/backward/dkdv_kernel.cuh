@@ -52,11 +52,11 @@ struct DkdvConsumer {
 
     // dk lacks the factor `scale`.
     __device__ __forceinline__ void walk(Gradient& dk, Gradient& dv) {
-        const uint32_t k = smem_address(shared.k[reader.warpgroup]), v = smem_address(shared.v[reader.warpgroup]);
+        const uint32_t k = tile_address(shared.k[reader.warpgroup]), v = tile_address(shared.v[reader.warpgroup]);
         int held = kNone;
         int now = reader.next_tile(held);
         while (now != kNone) {
-            const uint32_t q = smem_address(shared.q[now]), dout = smem_address(shared.dout[now]);
+            const uint32_t q = tile_address(shared.q[now]), dout = tile_address(shared.dout[now]);
             float scores[32], dp[32];
             uint32_t operand_p[16], operand_ds[16];
             wgmma_fence();
@@ -92,14 +92,20 @@ struct DkdvConsumer {
         }
     }
 
-    __device__ __forceinline__ void store(const KeyTile& tile, const ChunkView<float>& view, const Gradient& gradient,
-                                          float factor) const {
+    // Where this thread's elements 0 of row half `r` go; null beyond the last row.
+    __device__ __forceinline__ float* place(const KeyTile<Plan>& tile, const ChunkView<float>& view, int r) const {
+        const int row = (tile.first + reader.warpgroup) * kBlock + (thread / 32) * 16 + (thread % 32) / 4 + 8 * r;
+        if (row >= params.key_rows) return nullptr;
+        return view.data + tile.chunk * view.chunk_stride + tile.batch * view.batch_stride + row * view.row_stride +
+               tile.kv_head * view.head_stride + 2 * (thread % 4);
+    }
+
+    __device__ __forceinline__ void store(const KeyTile<Plan>& tile, const ChunkView<float>& view,
+                                          const Gradient& gradient, float factor) const {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int row = (tile.first + reader.warpgroup) * kBlock + (thread / 32) * 16 + (thread % 32) / 4 + 8 * r;
-            if (row >= params.key_rows) continue;
-            float* to = view.data + tile.chunk * view.chunk_stride + tile.batch * view.batch_stride +
-                        row * view.row_stride + tile.kv_head * view.head_stride + 2 * (thread % 4);
+            float* to = place(tile, view, r);
+            if (to == nullptr) continue;
 #pragma unroll
             for (int j = 0; j < kHeadDim / 8; ++j) {
                 *reinterpret_cast<float2*>(to + 8 * j) = {gradient[4 * j + 2 * r] * factor,
@@ -108,21 +114,67 @@ struct DkdvConsumer {
         }
     }
 
+    // A gradient as one warpgroup of one CTA found it, in the ring's memory, whose tiles have all been used.
+    using Part = float[kHeadDim / 2][128];
+
+    // Adds up a part over the CTAs of the cluster, always in the same order, and writes this CTA's share of the
+    // columns.
+    __device__ __forceinline__ void store_sum(const KeyTile<Plan>& tile, const ChunkView<float>& view, const Part& part,
+                                              float factor) const {
+        constexpr int kShare = kHeadDim / 8 / Plan::kCluster;  // groups of 8 columns
+        const int first = static_cast<int>(blockIdx.x) % Plan::kCluster * kShare;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float* to = place(tile, view, r);
+#pragma unroll
+            for (int j = 0; j < kShare; ++j) {
+                float2 sum = {0.0f, 0.0f};
+#pragma unroll
+                for (int cta = 0; cta < Plan::kCluster; ++cta) {
+                    sum.x += load_from_cluster(&part[4 * (first + j) + 2 * r][thread], cta);
+                    sum.y += load_from_cluster(&part[4 * (first + j) + 2 * r + 1][thread], cta);
+                }
+                if (to != nullptr) {
+                    *reinterpret_cast<float2*>(to + 8 * (first + j)) = {sum.x * factor, sum.y * factor};
+                }
+            }
+        }
+    }
+
+    // The end of an item of columns.
+    __device__ __forceinline__ void combine(const KeyTile<Plan>& tile, const Gradient& dk, const Gradient& dv) {
+        static_assert(2 * sizeof(Part) <= sizeof(shared.q) && Plan::kKeyBlocks == 2);
+        Part* parts = reinterpret_cast<Part*>(reader.warpgroup == 0 ? shared.q : shared.dout);
+        named_barrier(1, 128 * Plan::kKeyBlocks);  // both warpgroups have worked off their tiles
+#pragma unroll
+        for (int i = 0; i < kHeadDim / 2; ++i) {
+            parts[0][i][thread] = dk[i];
+            parts[1][i][thread] = dv[i];
+        }
+        cluster_barrier();
+        store_sum(tile, params.dk, parts[0], params.scale);
+        store_sum(tile, params.dv, parts[1], 1.0f);
+        cluster_barrier();  // no CTA ends before its memory has been read
+    }
+
     __device__ __forceinline__ void run() {
         uint32_t parity = 0;
         scale_log2 = params.scale * static_cast<float>(M_LOG2E);
-        for (PersistentLoop work; work.item < KeyTile::count<Plan::kKeyBlocks>(params.shape); work.advance()) {
+        for (KeyItems<Plan> items(params.shape); items.left(); items.advance()) {
             Gradient dk, dv;
 #pragma unroll
             for (int i = 0; i < kHeadDim / 2; ++i) dk[i] = dv[i] = 0.0f;
             mbarrier_wait(&shared.keys_full[reader.warpgroup], parity);
             parity ^= 1;
             walk(dk, dv);
-            release(&shared.keys_empty[reader.warpgroup]);
-            const KeyTile tile =
-                KeyTile::at<Plan::kKeyBlocks>(params.shape, params.mask.column_list != nullptr, work.item);
-            store(tile, params.dv, dv, 1.0f);
-            store(tile, params.dk, dk, params.scale);
+            const auto tile = KeyTile<Plan>::at(params.shape, items.item);
+            if constexpr (Plan::kColumns) {
+                combine(tile, dk, dv);
+            } else {
+                release(&shared.keys_empty[reader.warpgroup]);
+                store(tile, params.dv, dv, 1.0f);
+                store(tile, params.dk, dk, params.scale);
+            }
         }
     }
 };

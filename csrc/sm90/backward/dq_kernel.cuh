@@ -107,14 +107,12 @@ struct DqConsumer {
                         tile.head * params.dq.head_stride + 2 * (thread % 4);
 #pragma unroll
             for (int j = 0; j < kHeadDim / 8; ++j) {
-                float2 value = {dq[4 * j + 2 * r] * params.scale, dq[4 * j + 2 * r + 1] * params.scale};
-                float2* at = reinterpret_cast<float2*>(to + 8 * j);
-                if (params.accumulate) {
-                    const float2 old = *at;
-                    value.x += old.x;
-                    value.y += old.y;
+                const float2 value = {dq[4 * j + 2 * r] * params.scale, dq[4 * j + 2 * r + 1] * params.scale};
+                if (params.accumulate) {  // the only addition to this element in this launch
+                    global_add(to + 8 * j, value.x, value.y);
+                } else {
+                    *reinterpret_cast<float2*>(to + 8 * j) = value;
                 }
-                *at = value;
             }
         }
     }

@@ -16,9 +16,27 @@ void launch_dq(const DqParams& params, const RowMaps& maps, cudaStream_t stream)
 
 template <typename T, int kHeadDim>
 void launch_dkdv(const KeyParams& params, const KeyMaps& maps, cudaStream_t stream) {
-    using Plan = KeyPlan<kHeadDim>;
-    launch_persistent(dkdv_kernel<T, Plan>, KeyTile::count<Plan::kKeyBlocks>(params.shape), Plan::kThreads,
-                      sizeof(KeyShared<Plan>), stream, "sm90 dk dv kernel", params, maps);
+    using Plan = KeyPlan<kHeadDim, 1>;
+    launch_persistent(dkdv_kernel<T, Plan>, KeyTile<Plan>::count(params.shape), Plan::kThreads, sizeof(KeyShared<Plan>),
+                      stream, "sm90 dk dv kernel", params, maps);
+}
+
+template <typename T, int kHeadDim, int kCluster>
+void launch_clustered_dkdv(const KeyParams& params, const KeyMaps& maps, cudaStream_t stream) {
+    using Plan = KeyPlan<kHeadDim, kCluster>;
+    launch_clusters<kCluster>(dkdv_kernel<T, Plan>, KeyTile<Plan>::count(params.shape), Plan::kThreads,
+                              sizeof(KeyShared<Plan>), stream, "sm90 vertical dk dv kernel", params, maps);
+}
+
+// Items of columns, the heaviest with all rows, over the multiprocessors: three a pair of these even out; of fewer the
+// rows are cut finer, although clusters of four leave some multiprocessors without work.
+template <typename T, int kHeadDim>
+void launch_vertical_dkdv(const KeyParams& params, const KeyMaps& maps, cudaStream_t stream) {
+    if (2 * KeyTile<KeyPlan<kHeadDim, 2>>::count(params.shape) >= 3 * multiprocessors()) {
+        launch_clustered_dkdv<T, kHeadDim, 2>(params, maps, stream);
+    } else {
+        launch_clustered_dkdv<T, kHeadDim, 4>(params, maps, stream);
+    }
 }
 
 template <typename T, int kHeadDim>
@@ -52,9 +70,9 @@ void launch_vertical_backward(const VerticalBackwardParams& params, cudaStream_t
     const auto as_chunk = [](const RowView<float>& view) {
         return ChunkView<float>{view.data, 0, view.batch_stride, view.row_stride, view.head_stride};
     };
-    launch_dkdv<T, kHeadDim>({keys, params.mask, params.lse, params.delta, as_chunk(params.d_compact_k),
-                              as_chunk(params.d_compact_v), shape.columns, params.scale},
-                             {rows.compact_k, rows.compact_v, rows.rows[0], rows.rows[1]}, stream);
+    launch_vertical_dkdv<T, kHeadDim>({keys, params.mask, params.lse, params.delta, as_chunk(params.d_compact_k),
+                                       as_chunk(params.d_compact_v), shape.columns, params.scale},
+                                      {rows.compact_k, rows.compact_v, rows.rows[0], rows.rows[1]}, stream);
 }
 
 }  // namespace mtraining::sm90

@@ -1,0 +1,162 @@
+"""``megatron-mtraining plan``: a launch's ring, communicators and memory, from the options of the launch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_mtraining import cli, plan
+from megatron_mtraining.simulator.memory import MODELS, Parallel, Training, memory_plan, ring_plans
+
+from .conftest import MODEL_OPTIONS
+
+QWEN = ["--model", "qwen2.5-3b", "--seq-length", "524288"]
+CP32 = ["--context-parallel-size", "32"]
+
+
+def planned(capsys, *words):
+    """The plan of a launch, as values."""
+    capsys.readouterr()
+    cli.main(["plan", *words, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_preset_on_four_hosts(capsys):
+    found = planned(capsys, *QWEN, *CP32)
+    assert (found["gpus"], found["hosts"], found["inner_size"], found["local_seq_len"]) == (32, 4, 8, 16384)
+    assert found["communicators"]["made"] == ["inner", "outer", "inner_grad", "outer_grad"]
+    assert found["communicator_mib"] == 4 * plan.COMMUNICATOR_MIB
+    [stage] = found["stages"]
+    assert stage["gib"] == pytest.approx(memory_plan(MODELS["qwen2.5-3b"], 524288, Parallel(1, 32)))
+    # K and V of a chunk in bf16, the same in fp32: slots of the product's launches.
+    forward, backward = ring_plans(16384, Parallel(1, 32))
+    chunk = 2 * 16384 * 2 * 128 * 2
+    keys = {forward.key_slots + 1, backward.key_slots}
+    assert stage["gib"]["ring buffers"] * 2**30 == sum(keys) * chunk + backward.grad_slots * 2 * chunk
+    best, this = found["recommended"]["choice"], found["recommended"]["this"]
+    assert (best["layout"], best["ring"]) == ("striped", "hierarchical") and best["ms"] <= this["ms"]
+
+
+def test_the_options_of_a_launch(capsys):
+    """Not a preset: Megatron's own options, with tensor and pipeline parallelism and Megatron's hierarchical groups."""
+    words = [
+        *MODEL_OPTIONS,
+        "--seq-length",
+        "8192",
+        "--context-parallel-size",
+        "4",
+        "--tensor-model-parallel-size",
+        "2",
+    ]
+    words += ["--pipeline-model-parallel-size", "2", "--hierarchical-context-parallel-sizes", "2", "2", "--gpus", "32"]
+    words += [
+        "--gpus-per-node",
+        "4",
+        "--swiglu",
+        "--ffn-hidden-size",
+        "192",
+        "--mtraining-max-vertical",
+        "128",
+        "--bf16",
+    ]
+    found = planned(capsys, *words, "--communicator-mib", "10")
+    assert (found["tp"], found["cp"], found["pp"], found["dp"]) == (2, 4, 2, 2)
+    assert (found["hosts"], found["inner_size"]) == (2, 2)
+    assert found["communicators"] == {"made": ["inner_grad", "outer_grad"], "megatron": ["cp", "inner", "outer"]}
+    assert found["communicator_mib"] == 20
+    assert [stage["ranks"] for stage in found["stages"]] == [[0, 15], [16, 31]]
+    shape = plan.Model(2, 64, 192, 4, 4, 16, 256, tied=True)
+    training = Training(1, recompute=False, sharded_optimizer=False, max_vertical=128)
+    for number, stage in enumerate(found["stages"]):
+        assert stage["gib"] == pytest.approx(memory_plan(shape, 8192, Parallel(2, 4, 2, 2, 2, 2), training, number))
+
+
+@pytest.mark.parametrize(
+    ("words", "inner", "made"),
+    [
+        (["--context-parallel-size", "8"], 8, ["inner_grad"]),
+        (["--context-parallel-size", "1"], 1, []),
+        ([*CP32, "--mtraining-ring", "flat"], 32, ["inner_grad"]),
+        (
+            [*CP32, "--gpus-per-node", "4", "--mtraining-layout", "zigzag"],
+            4,
+            ["inner", "outer", "inner_grad", "outer_grad"],
+        ),
+        ([*CP32, "--tensor-model-parallel-size", "2"], 4, ["inner", "outer", "inner_grad", "outer_grad"]),
+    ],
+)
+def test_rings(capsys, words, inner, made):
+    found = planned(capsys, *QWEN, *words)
+    assert (found["inner_size"], found["communicators"]["made"]) == (inner, made)
+    assert (found["recommended"] is None) == (found["cp"] == 1)
+
+
+def test_a_flat_ring_over_hosts_works_chunk_by_chunk(capsys):
+    assert planned(capsys, *QWEN, *CP32, "--mtraining-ring", "flat")["launches"] == {"forward": 32, "backward": 32}
+    assert planned(capsys, *QWEN, *CP32)["launches"]["forward"] < 32
+
+
+def test_hosts_with_unequal_parts_are_not_simulated(capsys):
+    found = planned(capsys, *QWEN, *CP32, "--gpus-per-node", "12")
+    assert (found["inner_size"], found["hosts"], found["recommended"]) == (32, 3, None)
+
+
+def test_what_is_not_modelled_is_said(capsys):
+    found = planned(capsys, *QWEN, *CP32, "--num-experts", "8")
+    assert found["stages"] == [] and found["unknown"] == "memory of the model is not estimated with experts"
+    assert len(found["communicators"]["made"]) == 4
+    capsys.readouterr()
+    cli.main(["plan", *QWEN, *CP32])
+    text = capsys.readouterr().out
+    assert (
+        "communicators of a rank: 4 made (inner, outer, inner_grad, outer_grad; about 512 MiB), 1 of Megatron's" in text
+    )
+    assert "hierarchical ring, inner size 8 (4 hosts with 8 ranks each)" in text
+    assert "GiB of each of the ranks 0-31 (pipeline stage 0): weights 5.75" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([*QWEN, "--context-parallel-size", "0"], "--context-parallel-size 0: must be at least 1"),
+        ([*QWEN, *CP32, "--gpus", "48"], "--gpus 48: must be a multiple of .* ranks, 32"),
+        ([*QWEN, *CP32, "--gpus-per-node", "0"], "--gpus-per-node 0: must be at least 1"),
+        ([*QWEN, *CP32, "--gpu-per-node", "8"], "unrecognized arguments: --gpu-per-node 8"),
+        ([*QWEN, *CP32, "--mtraining-top-p", "2"], r"--mtraining-top-p=2.0: must be a number in \(0, 1\]"),
+        ([*QWEN, *CP32, "--mtraining-ring", "square"], "argument --mtraining-ring: invalid choice: 'square'"),
+        ([*QWEN, *CP32, "--window-size", "128,0"], r"--window-size .*: not supported"),
+        ([*QWEN, *CP32, "--hierarchical-context-parallel-sizes", "8", "2"], "sizes 8 2: .* whose product is 32"),
+        (
+            [*QWEN, *CP32, "--hierarchical-context-parallel-sizes", "16", "2"],
+            "sizes 16 2: an inner ring of 16 ranks would cross hosts",
+        ),
+        ([*QWEN[:2], "--seq-length", "524289", *CP32], "--seq-length 524289: .* nearest: 524288 or 526336"),
+        ([*QWEN[:2], *CP32], "--seq-length: must be given"),
+        ([*QWEN, *CP32, "--tensor-model-parallel-size", "4"], "--num-query-groups 2: must be a multiple of"),
+        ([*QWEN, *CP32, "--pipeline-model-parallel-size", "5"], "--num-layers 36: must be a multiple of"),
+        (["--model", "gpt-5"], "argument --model: invalid choice: 'gpt-5'"),
+        (
+            [*QWEN, "--context-parallel-size", "8", "--gpus-per-node", "12", "--gpus", "24"],
+            "context-parallel groups lie differently on the hosts",
+        ),
+        ([*QWEN, *CP32, "--communicator-mib", "-1"], "--communicator-mib -1: must be at least 0"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(words, message):
+    with pytest.raises(SystemExit, match=f"^megatron-mtraining plan: error: .*{message}") as refused:
+        cli.main(["plan", *words])
+    assert "\n" not in str(refused.value)
+
+
+def test_the_command_prints_nothing_else():
+    """Not even Megatron's warnings about packages that only training needs."""
+    command = [sys.executable, "-m", "megatron_mtraining.cli", "plan", *QWEN, *CP32]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout.splitlines()[0][:8]) == (0, "32 GPUs:"), done.stderr
+    assert done.stderr == ""
