@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.integration import RefusedError
+from megatron_mtraining.integration.dataset_helpers import accept_compiled_helpers
 from megatron_mtraining.integration.layer_plan import LayerPlan
 from megatron_mtraining.integration.options import BACKEND, LAYOUT_MODES
 from megatron_mtraining.integration.rebind import Rebinding, rebind
@@ -56,6 +57,7 @@ def enable(
     settings = Settings(_config(config, options), _mode(layout_mode), inner_across_hosts, plan or LayerPlan())
     if getattr(cfg, "model", None) is None:
         raise RefusedError("cfg.model is None: set it before calling enable")
+    accept_compiled_helpers()  # else Bridge exits with a megatron-core from the registry
     name_no_backend(cfg.model)
     hooks = hooks_of(cfg.model)
     hooks[:] = [hook for hook in hooks if not isinstance(hook, PreWrapHook)]

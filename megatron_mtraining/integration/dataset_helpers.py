@@ -8,14 +8,20 @@ call becomes a check that the compiled helper can be imported; elsewhere nothing
 import importlib
 from pathlib import Path
 
+from .rebind import rebind
+
 
 def accept_compiled_helpers() -> bool:
-    """Replace Megatron's `compile_helpers` by an import check if there is no Makefile; returns whether it did."""
+    """Replace Megatron's `compile_helpers` by an import check if there is no Makefile; returns whether there is none.
+
+    Bridge imports the function by name, so it is replaced in every module that holds it. Idempotent.
+    """
     from megatron.core.datasets import utils as dataset_utils
 
     if (Path(dataset_utils.__file__).parent / "Makefile").exists():
         return False
-    dataset_utils.compile_helpers = check_compiled_helpers
+    if not hasattr(dataset_utils.compile_helpers, "__wrapped__"):  # not replaced before
+        rebind(dataset_utils.__name__, "compile_helpers", check_compiled_helpers)
     return True
 
 

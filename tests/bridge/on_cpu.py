@@ -8,7 +8,6 @@ import torch
 
 from megatron_mtraining.integration import cpu_compat
 from megatron_mtraining.integration.cpu_compat.megatron_patches import _with_one_device
-from megatron_mtraining.integration.dataset_helpers import accept_compiled_helpers
 
 from . import stand_ins
 
@@ -33,14 +32,12 @@ def activate() -> None:
     """Makes Bridge train on the CPU in this process, once and for all."""
     import_bridge()
     cpu_compat.activate()
-    accept_compiled_helpers()
     from megatron.bridge.training import initialize, setup
 
     setup.initialize_megatron = functools.partial(initialize.initialize_megatron, allow_no_cuda=True)
     for name in ("_initialize_distributed", "_set_random_seed"):
         setattr(initialize, name, _with_one_device(getattr(initialize, name)))
     setup.set_jit_fusion_options = _nothing
-    initialize.compile_helpers = _nothing
 
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:

@@ -373,3 +373,33 @@ def test_evaluation_on_other_ranks_rebinds_the_group(
     with eval_cp_context(models, SimpleNamespace(cp=four), groups):
         assert core._cp_group() is four
     assert core._cp_group() is None
+
+
+def test_a_fusion_that_only_apex_has_is_off_without_it(bridge: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bridge takes Transformer Engine for enough; Megatron's output layer is refused without APEX."""
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+
+    from megatron_mtraining.bridge import conversion
+
+    for installed in (True, False):
+        monkeypatch.setattr(conversion, "EXTENSION", "json" if installed else "no_such_extension")
+        provider = GPTModelProvider(
+            num_layers=2, hidden_size=64, num_attention_heads=2, gradient_accumulation_fusion=True
+        )
+        conversion.drop_missing_fusion(provider)
+        assert provider.gradient_accumulation_fusion is installed
+
+
+def test_enable_lets_bridge_start_with_a_megatron_from_the_registry(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wheel has no Makefile, and Bridge's start-up exits the process when `make` fails."""
+    from megatron.bridge.training import initialize
+    from megatron.core.datasets import utils
+
+    from megatron_mtraining.bridge import enable
+
+    enable(tiny)
+    has_makefile = (Path(utils.__file__).parent / "Makefile").exists()
+    assert initialize.compile_helpers is utils.compile_helpers
+    assert hasattr(initialize.compile_helpers, "__wrapped__") is not has_makefile
+    if not has_makefile:
+        initialize.compile_helpers()

@@ -24,6 +24,7 @@ from megatron.bridge.training.config import (
 )
 from transformers import AutoConfig
 
+from megatron_mtraining.bridge.conversion import drop_missing_fusion
 from megatron_mtraining.bridge.enabling import enable
 from megatron_mtraining.bridge.rope import extended_config
 from megatron_mtraining.config import MTrainingConfig
@@ -161,6 +162,7 @@ def _provider(hf_config: dict[str, Any], seq_length: int) -> Any:
     config = AutoConfig.for_model(**extended_config(hf_config, seq_length))
     provider = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
     provider.seq_length = seq_length
+    drop_missing_fusion(provider)
     return provider
 
 
