@@ -1,226 +1,145 @@
-"""Rings compared in one run: layouts, hierarchy and density, on real ranks or on ranks played on one GPU.
+"""Rings and baselines compared in one run, on real ranks or on ranks played on one GPU.
 
+    python -m benchmarks.bench_ring --virtual 4x8 --seq-lens 524288 --dense --baselines --out benchmarks/results
     torchrun --nproc-per-node 2 -m benchmarks.bench_ring --seq-lens 65536 262144 --out benchmarks/results
-    python -m benchmarks.bench_ring --virtual 4x8 --seq-lens 524288 --out benchmarks/results
+    python -m benchmarks.bench_ring --pairs --virtual 4x8 --seq-lens 524288           # balance alone, needs no GPU
 
-Real ranks: time of a pass (slowest rank), exposed communication, share of the transfers hidden. Virtual ranks (NODESxRANKS):
-compute time of every rank and launch without traffic, and its imbalance. Both: imbalance in pairs.
+Played ranks (NODESxRANKS): compute time of every rank and launch without traffic, its imbalance, and the pass with the links
+of the simulator added (NVLink as measured, between nodes assumed). ``--baselines``: cuDNN dense with gathered keys,
+head-parallel sparse attention, and the index policies on a ring. Real ranks: time of index, forward, backward and of the
+call of all three (slowest rank), exposed communication, share of the transfers hidden, and dense attention of
+cuDNN (and of Transformer Engine, where it is installed) in the same run.
+Both: imbalance in pairs.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import statistics
-import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.problems import Problem
-from megatron_mtraining import Layout, MTrainingConfig, VerticalSlashIndex
-from megatron_mtraining.attention import attention_on_groups
-from megatron_mtraining.comm import RingGroups
-from megatron_mtraining.metrics import imbalance_degrees, work_table
-from megatron_mtraining.ring_profile import PassTimes, profile_ring
-from megatron_mtraining.testing import run_virtual
+from benchmarks.ring import gathered, heads, played, real
+from benchmarks.ring.cases import PATTERNS, Case, Row, comparison, in_pairs, pattern_index
+from benchmarks.ring.output import LISTS, write
+from benchmarks.structured import structured_tensors
+from megatron_mtraining import MTrainingConfig, estimate_index
+from megatron_mtraining.config import INDEX_POLICIES
+from megatron_mtraining.simulator import H200_LINKS, Shape
+from megatron_mtraining.simulator.timeline import Ring
 
-Row = dict[str, object]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One way to run the ring.
-
-    Attributes:
-        layout: striped or zigzag.
-        inner_size: ranks of an inner ring.
-        dense: every distance on.
-        chunks: chunks a launch; ``None``: the automatic choice.
-    """
-
-    name: str
-    layout: str
-    inner_size: int
-    dense: bool = False
-    chunks: int | None = None
-
-    def config(self) -> MTrainingConfig:
-        """The attention's options."""
-        return MTrainingConfig(layout=self.layout, dense=self.dense, chunks_per_launch=self.chunks)
+MODULE = "benchmarks.bench_ring"
+POLICY_SEQ_LEN = 131072
+SPREAD = 0.6
+"""Deviation of the logarithm of the heads' densities, for head-parallel attention."""
 
 
-def cases(cp_size: int, inner_size: int, with_dense: bool) -> list[Case]:
-    """The rings to compare; the first is ours."""
-    found = [Case("striped", "striped", cp_size), Case("zigzag", "zigzag", cp_size)]
-    if cp_size > 2:
-        found.append(Case("striped, one chunk a launch", "striped", cp_size, chunks=1))
-    if inner_size < cp_size:
-        found.insert(0, Case("striped, hierarchical", "striped", inner_size))
-        found.append(Case("zigzag, hierarchical", "zigzag", inner_size))
-    if with_dense:
-        found += [Case("dense striped", "striped", cp_size, True), Case("dense zigzag", "zigzag", cp_size, True)]
-    return found
+def problem_of(seq_len: int, heads: str, device: str = "cuda") -> Problem:
+    """The shape of a length; ``heads`` is heads/kv_heads/head_dim."""
+    return Problem(seq_len, *map(int, heads.split("/")), device=device)
 
 
-def problem_of(seq_len: int, heads: str) -> Problem:
-    """The reference pattern at a length; ``heads`` is heads/kv_heads/head_dim."""
-    return Problem(seq_len, *map(int, heads.split("/")))
+def balance(problem: Problem, node: tuple[int, int], pattern: str) -> Iterator[Row]:
+    """Imbalance in pairs of all rings."""
+    index = pattern_index(problem, pattern)
+    for case in comparison(node[0], False):
+        if case.chunks is None:  # pairs do not depend on launches
+            ring = case.ring(node[0] * node[1], node[1])
+            layout = case.layout_of(problem.seq_len, ring)
+            yield {"case": case.name, "density": round(float(index.density()), 4), **in_pairs(index, layout, ring)}
 
 
-def describe(problem: Problem, case: Case, index: VerticalSlashIndex, layout: Layout) -> Row:
-    """What both kinds of run say of a case."""
-    row: Row = {
-        "case": case.name, "seq_len": problem.seq_len, "heads": problem.heads, "kv_heads": problem.kv_heads,
-        "head_dim": problem.head_dim, "cp_size": layout.cp_size, "inner_size": case.inner_size,
-        "density": round(float(index.density()), 4),
-    }  # fmt: skip
-    pairs = imbalance_degrees(work_table(index, layout, case.inner_size))
-    return row | {f"pairs_{name}": round(value, 3) for name, value in pairs.items()}
-
-
-def index_of(problem: Problem, case: Case) -> VerticalSlashIndex:
-    """The reference pattern, or everything."""
-    if not case.dense:
-        return problem.index()
-    return VerticalSlashIndex.dense(1, problem.heads, problem.index().documents, torch.device("cuda"))
-
-
-def time_table(passes: list[PassTimes], phase: str) -> torch.Tensor:
-    """Compute time ``[ranks, launches]`` in ms of one pass of every rank."""
-    mine = sorted((p for p in passes if p.phase == phase), key=lambda p: p.cp_rank)
-    return torch.tensor([[launch.compute_ms for launch in p.launches] for p in mine])
-
-
-def virtual(problem: Problem, case: Case, size: int) -> list[Row]:
-    """All ranks played on this GPU."""
-    layout = Layout.from_config(case.config(), problem.seq_len, size)
-    index = index_of(problem, case)
-    q, k, v, dout = problem.tensors()
-    for x in (q, k, v):
-        x.requires_grad_()
-    tables: dict[str, list[torch.Tensor]] = {"forward": [], "backward": []}
-    for _ in range(3):
-        with profile_ring() as profile:
-            out = run_virtual(q, k, v, layout=layout, config=case.config(), inner_size=case.inner_size, index=index)
-            torch.autograd.grad(out, (q, k, v), dout)
-        passes = profile.read()
-        for phase, found in tables.items():
-            found.append(time_table(passes, phase))
-        del out
-    rows = []
-    flops = problem.head_dim * float(index.pairs().sum()) / size
-    for phase, found in tables.items():
-        table = torch.stack(found[1:]).amin(0)  # the first run warms up
-        busy = float(table.sum(1).mean())
-        row = describe(problem, case, index, layout) | {"pass": phase, "launches": table.shape[1]}
-        row |= {
-            "compute_ms": round(busy, 3),
-            "slowest_ms": round(float(table.amax(0).sum()), 3),
-            "tflops": round((4 if phase == "forward" else 10) * flops / busy / 1e9, 1),
-            **{f"time_{name}": round(value, 3) for name, value in imbalance_degrees(table).items()},
-            "per_launch_ms": [round(x, 4) for x in table.mean(0).tolist()],
-        }
-        rows.append(row)
-    return rows
-
-
-def real_groups(inner_size: int) -> RingGroups:
-    """The groups of a ring over the whole world, one communicator a channel; collective."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    everyone = list(range(size))
-    if inner_size == size:
-        return RingGroups(dist.group.WORLD, inner_grad=dist.new_group(everyone))
-    made = []
-    for lists in (
-        [everyone[i : i + inner_size] for i in range(0, size, inner_size)],
-        [everyone[i::inner_size] for i in range(inner_size)],
-    ):
-        for _ in range(2):
-            groups = [(ranks, dist.new_group(ranks)) for ranks in lists]
-            made.append(next(group for ranks, group in groups if rank in ranks))
-    return RingGroups(dist.group.WORLD, made[0], made[2], made[1], made[3])
-
-
-def real(problem: Problem, case: Case, groups: RingGroups, repeats: int) -> list[Row]:
-    """This rank's part of a measured ring; the rows are those of the slowest rank."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    layout = Layout.from_config(case.config(), problem.seq_len, size)
-    index = index_of(problem, case)
-    torch.manual_seed(0)
-    tensors = [layout.shard(x, rank) for x in problem.tensors()]
-    leaves = [x.requires_grad_() for x in tensors[:3]]
-    kept: dict[str, list[PassTimes]] = {"forward": [], "backward": []}
-    wall: dict[str, list[float]] = {"forward": [], "backward": []}
-    for number in range(2 * repeats + 1):
-        profiled = number > repeats  # times without profiling first
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-        dist.barrier()
-        torch.cuda.synchronize()
-        # Behind other work, as in a model whose launches run ahead of the device.
-        torch.cuda._sleep(20_000_000)
-        if profiled:
-            with profile_ring() as profile:
-                out = attention_on_groups(*leaves, config=case.config(), groups=groups, layout=layout, index=index)
-                torch.autograd.grad(out, leaves, tensors[3])
-            for times in profile.read():
-                kept[times.phase].append(times)
-            continue
-        events[0].record()
-        out = attention_on_groups(*leaves, config=case.config(), groups=groups, layout=layout, index=index)
-        events[1].record()
-        torch.autograd.grad(out, leaves, tensors[3])
-        events[2].record()
-        torch.cuda.synchronize()
-        if number:
-            wall["forward"].append(events[0].elapsed_time(events[1]))
-            wall["backward"].append(events[1].elapsed_time(events[2]))
-    rows = []
-    for phase, found in kept.items():
-        mine = {
-            "ms": statistics.median(wall[phase]),
-            "exposed_ms": statistics.median(p.exposed_ms for p in found),
-            "transfer_ms": statistics.median(p.transfer_ms for p in found),
-            "hidden": statistics.median(p.hidden for p in found),
-            "tail_ms": statistics.median(p.tail_ms for p in found),
-            "compute": [statistics.median(p.launches[i].compute_ms for p in found) for i in range(len(found[0].launches))],
+def gathered_rows(problem: Problem, tensors: tuple[torch.Tensor, ...], node: tuple[int, int]) -> Iterator[Row]:
+    """cuDNN dense with gathered keys: one rank's compute, and the traffic, none of it hidden."""
+    size = node[0] * node[1]
+    shape = Shape(problem.seq_len, problem.heads, problem.kv_heads, problem.head_dim)
+    traffic = gathered.gather_ms(shape, size, node[1], H200_LINKS)
+    times = gathered.measured(tensors, size)
+    for (phase, ms), exposed in zip(times.items(), traffic, strict=True):
+        flops = (4 if phase == "forward" else 10) * problem.head_dim * problem.heads * problem.seq_len**2 / 2 / size
+        yield {
+            "case": "cuDNN dense, gathered keys", "seq_len": problem.seq_len, "heads": problem.heads,
+            "kv_heads": problem.kv_heads, "head_dim": problem.head_dim, "cp_size": size, "inner_size": node[1],
+            "density": 1.0, "pass": phase, "compute_ms": round(ms, 3), "tflops": round(flops / ms / 1e9, 1),
+            "simulated_ms": round(ms + exposed, 3), "exposed_ms": round(exposed, 3),
+            "compute_share": round(ms / (ms + exposed), 3),
         }  # fmt: skip
-        ranks: list[dict] = [{}] * size
-        dist.all_gather_object(ranks, mine)
-        table = torch.tensor([r["compute"] for r in ranks])
-        rows.append(
-            describe(problem, case, index, layout) | {"pass": phase, "ms": round(max(r["ms"] for r in ranks), 3)}
-            | {name: round(max(r[name] for r in ranks), 3) for name in ("exposed_ms", "transfer_ms", "tail_ms")}
-            | {"hidden": round(min(r["hidden"] for r in ranks), 3)}
-            | {f"time_{name}": round(value, 3) for name, value in imbalance_degrees(table).items()}
-            | {"per_launch_ms": [[round(x, 3) for x in r["compute"]] for r in ranks]}
-        )  # fmt: skip
-    return rows
 
 
-def markdown(rows: list[Row], header: str) -> str:
-    """All rows as one table; lists stay in the JSON file."""
-    keys = [key for key in dict.fromkeys(k for row in rows for k in row) if key != "per_launch_ms"]
-    lines = [header, "", "| " + " | ".join(keys) + " |", "|" + "---|" * len(keys)]
-    lines += ["| " + " | ".join(str(row.get(key, "")) for key in keys) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
+def head_rows(problem: Problem, tensors: tuple[torch.Tensor, ...]) -> Iterator[Row]:
+    """Head-parallel sparse attention, with heads alike and with heads of different density."""
+    for spread, text in ((SPREAD, f"densities spread by e^{SPREAD}"), (0.0, "heads alike")):
+        index = pattern_index(problem, "bands", spread)
+        for ranks in (8, 16) if spread else (8,):
+            if problem.heads % ranks == 0:
+                yield from heads.head_rows(problem, tensors, index, ranks, f"head-parallel, {text}")
 
 
-def write(rows: list[Row], folder: Path, where: str) -> None:
-    """The dated JSON and Markdown files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    date = datetime.date.today().isoformat()
-    options = " ".join(sys.argv[1:]).replace(str(folder), "benchmarks/results")
-    command = f"python -m benchmarks.bench_ring {options}"
-    name = folder / f"ring-{date}-{where}"
-    head = {"date": date, "command": command, "device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    name.with_suffix(".json").write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
-    title = f"# Rings on {head['device']}, {date}\n\n`{command}`, {where}, torch {head['torch']}."
-    name.with_suffix(".md").write_text(markdown(rows, title))
+def policy_rows(shape: Problem, node: tuple[int, int]) -> Iterator[Row]:
+    """Index policies on the same ring, under indices estimated from made-up queries and keys."""
+    problem = replace(shape, seq_len=min(POLICY_SEQ_LEN, shape.seq_len))
+    tensors = structured_tensors(
+        problem.seq_len, problem.heads, problem.kv_heads, problem.head_dim, problem.device
+    )  # fmt: skip
+    for policy in INDEX_POLICIES:
+        index = estimate_index(*tensors[:2], config=MTrainingConfig(top_p=0.9, index_policy=policy))
+        case = Case(f"policy {policy}, striped", hierarchical=node[0] > 1)
+        yield from played.play_case(problem, tensors, case, node, index)
+
+
+def virtual_rows(problem: Problem, args: argparse.Namespace, node: tuple[int, int]) -> Iterator[Row]:
+    """All ranks played on this device."""
+    index = pattern_index(problem, args.pattern)
+    torch.manual_seed(0)
+    tensors = problem.tensors()
+    for case in comparison(node[0], args.dense):
+        if args.cases is None or case.name in args.cases:
+            yield from played.play_case(problem, tensors, case, node, index)
+    if args.baselines:
+        yield from gathered_rows(problem, tensors, node)
+        yield from head_rows(problem, tensors)
+        yield from policy_rows(problem, (2, 4) if node[0] > 1 else (1, 8))
+
+
+def real_cases(cp_size: int, inner_size: int, with_dense: bool) -> list[tuple[Case, Ring]]:
+    """The rings to compare on real ranks; a single rank has one."""
+    if cp_size == 1:
+        return [(Case("ours, one rank"), Ring(1, 1, 1))]
+    found = comparison(cp_size // inner_size, with_dense)
+    return [(case, case.ring(cp_size, inner_size)) for case in found if case.chunks is None or cp_size > 2]
+
+
+def run_real(args: argparse.Namespace) -> None:
+    """This process's rank of a run under torchrun."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    size = dist.get_world_size()
+    inner = args.inner or size
+    groups = {number: real.ring_groups(number) for number in dict.fromkeys((inner, size))}
+    rows: list[Row] = []
+    suffix = "s" * (size > 1) + ("" if args.pattern == "reference" else f"-{args.pattern}")
+
+    def add(found: list[Row]) -> None:
+        rows.extend(found)
+        if dist.get_rank() == 0:
+            write(rows, args.out, MODULE, f"ring-DATE-{size}-gpu{suffix}")
+            print(json.dumps(found), flush=True)
+
+    for seq_len in args.seq_lens:
+        problem = problem_of(seq_len, args.heads)
+        for case, ring in real_cases(size, inner, args.dense):
+            index = pattern_index(problem, args.pattern)
+            add(real.real_rows(problem, case, ring, groups[ring.inner_size], index, args.repeats))
+        if args.peer:
+            torch.cuda.empty_cache()
+            add(real.dense_rows(problem, Ring(size, size, inner)))
+    dist.destroy_process_group()
 
 
 def arguments() -> argparse.Namespace:
@@ -228,37 +147,53 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seq-lens", type=int, nargs="+", default=[65536])
     parser.add_argument("--heads", default="16/2/128", help="heads/kv_heads/head_dim")
-    parser.add_argument("--virtual", help="NODESxRANKS: play all ranks on this GPU, e.g. 4x8")
-    parser.add_argument("--inner", type=int, help="ranks of an inner ring, to compare hierarchies on real ranks")
+    parser.add_argument("--virtual", nargs="+", help="NODESxRANKS, one or several: play all ranks here, e.g. 4x8")
+    parser.add_argument(
+        "--pattern", choices=PATTERNS, help="the index (default: bands for played ranks, reference for real ones)"
+    )
+    parser.add_argument(
+        "--peer",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="dense attention of cuDNN and, where it is installed, Transformer Engine beside real ranks",
+    )
+    parser.add_argument("--pairs", action="store_true", help="print the balance in pairs of --virtual, run nothing")
+    parser.add_argument("--cases", nargs="+", help="names of the rings to play (default: all)")
+    parser.add_argument("--baselines", action="store_true", help="gathered dense, head-parallel, index policies too")
+    parser.add_argument("--inner", type=int, help="ranks of a node, to compare hierarchies on real ranks")
     parser.add_argument("--dense", action="store_true", help="dense attention on the same rings too")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the JSON and Markdown results")
-    return parser.parse_args()
+    parser.add_argument("--device", default="cuda", help="of played ranks; cpu: the reference operators")
+    parser.add_argument("--out", type=Path, help="folder of the JSON and Markdown results")
+    args = parser.parse_args()
+    known = {case.name for nodes in (1, 2) for case in comparison(nodes, True)}
+    if args.cases is not None and not set(args.cases) <= known:
+        parser.error(f"--cases: {sorted(set(args.cases) - known)} unknown, there are {sorted(known)}")
+    args.pattern = args.pattern or ("bands" if args.virtual else "reference")
+    if args.pairs and not args.virtual:
+        parser.error("--pairs: needs --virtual")
+    if args.out is None and not args.pairs:
+        parser.error("--out: needed but with --pairs")
+    return args
 
 
 def main() -> None:
     """Runs the benchmark and writes the results as they come."""
     args = arguments()
-    rows: list[Row] = []
-    if args.virtual:
-        nodes, inner = map(int, args.virtual.split("x"))
-        for seq_len in args.seq_lens:
-            for case in cases(nodes * inner, inner, args.dense):
-                rows += virtual(problem_of(seq_len, args.heads), case, nodes * inner)
-                write(rows, args.out, f"virtual-{args.virtual}")
-                print(json.dumps(rows[-2:]), flush=True)
+    if not args.virtual:
+        run_real(args)
         return
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    size = dist.get_world_size()
-    groups = {inner: real_groups(inner) for inner in dict.fromkeys((args.inner or size, size))}
-    for seq_len in args.seq_lens:
-        for case in cases(size, args.inner or size, args.dense):
-            rows += real(problem_of(seq_len, args.heads), case, groups[case.inner_size], args.repeats)
-            if dist.get_rank() == 0:
-                write(rows, args.out, f"{size}-gpus")
-                print(json.dumps(rows[-2:]), flush=True)
-    dist.destroy_process_group()
+    lengths = "-".join(f"{seq_len // 1024}k" for seq_len in args.seq_lens)
+    for text in args.virtual:
+        nodes, inner = map(int, text.split("x"))
+        node, kind, rows = (nodes, inner), "pairs" if args.pairs else "virtual", []
+        for seq_len in args.seq_lens:
+            problem = problem_of(seq_len, args.heads, "cpu" if args.pairs else args.device)
+            for row in balance(problem, node, args.pattern) if args.pairs else virtual_rows(problem, args, node):
+                rows.append(row)
+                if args.out is not None:
+                    write(rows, args.out, MODULE, f"ring-DATE-{kind}-{text}-{lengths}")
+                print(json.dumps({k: v for k, v in row.items() if k not in LISTS}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Turns the results of `benchmarks.megatron_runs` into a summary, a table and a plot of the loss curves.
+"""Turns the results of `benchmarks.megatron_runs` or `megatron_single` into a summary, a table and a plot of the loss curves.
 
 python -m benchmarks.megatron_report runs.jsonl --name megatron-DATE-MACHINE [--plot docs/images/megatron_curves.png]
 """
@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .megatron_runs import AFTER, CHECKS, CURVES, OLDER, SPEED
+from . import megatron_runs, megatron_single
+from .megatron_runs import CURVES
 
 PAIRS = (
     ("dense_again", "dense"),
@@ -88,18 +89,22 @@ def report(runs: dict[str, dict[str, Any]]) -> str:
             f"{ms:.0f}" if (ms := step_ms(runs[name])) else "",
             _number(runs[name]["loss"], -1),
         ]
-        for name in SPEED
-        if name in runs
+        for name in runs
+        if name in megatron_runs.SPEED or name in megatron_single.SPEED
     ]
     parts += ["## One long sequence", table(("run", "", "ms a step, median", "last loss"), timed)]
     checked = [
         [
-            f"`{name}`", ended(runs[name]), "0.19" if name in OLDER else "main", _steps(runs[name]),
-            _number(runs[name]["loss"], -1), f"after `{AFTER[name]}`" if name in AFTER else "",
+            f"`{name}`",
+            ended(run),
+            "0.19" if _older(name, run) else "main",
+            _steps(run),
+            _number(run["loss"], -1),
+            _remark(name, run),
         ]
-        for name in CHECKS
-        if name in runs
-    ]  # fmt: skip
+        for name, run in sorted(runs.items(), key=_place)
+        if run["kind"] in ("check", "small")
+    ]
     parts += ["## Combinations", table(("run", "", "Megatron-LM", "steps", "last loss", ""), checked)]
     golden = [
         [f"`{name}`", ended(run), f"{run['seconds']:.0f}"] for name, run in runs.items() if name.startswith("gpt_")
@@ -107,6 +112,29 @@ def report(runs: dict[str, dict[str, Any]]) -> str:
     if golden:
         parts += ["## Functional tests", table(("run", "", "seconds"), golden)]
     return "\n\n".join(parts) + "\n"
+
+
+def _older(name: str, run: dict[str, Any]) -> bool:
+    return megatron_single.is_older(name) if run["kind"] == "small" else name in megatron_runs.OLDER
+
+
+def _place(item: tuple[str, dict[str, Any]]) -> int:
+    """Where a run stands in the table: as in the list of its kind."""
+    name, run = item
+    names = list(megatron_single.CHECKS if run["kind"] == "small" else megatron_runs.CHECKS)
+    return names.index(name) if name in names else len(names)
+
+
+def _remark(name: str, run: dict[str, Any]) -> str:
+    after = (megatron_single if run["kind"] == "small" else megatron_runs).AFTER
+    found = [f"after `{after[name]}`"] if name in after else []
+    if run.get("refusal"):
+        found.append("refused by name")
+    if run.get("tests"):
+        found.append(", ".join(run["tests"]))
+    if "validation_loss" in run:
+        found.append(f"validation loss {run['validation_loss']:.5f}")
+    return "; ".join(found)
 
 
 def _number(values: Sequence[float | None], position: int) -> str:
@@ -148,7 +176,7 @@ def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
 def main() -> None:
     """Command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("runs", type=Path, help="runs.jsonl of benchmarks.megatron_runs")
+    parser.add_argument("runs", type=Path, help="their runs.jsonl")
     parser.add_argument("--name", required=True, help="of the results in benchmarks/results")
     parser.add_argument("--title", default="Training with Megatron-LM", help="of the page")
     parser.add_argument("--note", type=Path, help="a file with what to say first")

@@ -85,7 +85,7 @@ CHECKS = {
         f"{TE} {OURS} {P1} {CP2} --train-iters 12 --exit-interval 10 {LOAD} OUT/from_dense {SAVE} OUT/from_sparse"
     ),
     "dense_from_sparse": f"{TE} --attention-backend auto --train-iters 12 {LOAD} OUT/from_sparse",
-    "fp16": f"{TE} {OURS} {P95} {CP2} --fp16",
+    "fp16": f"{TE} {OURS} {P95} {CP2} --fp16 --initial-loss-scale 4096",
     "per_token_loss_evaluation": f"{TE} {OURS} {P95} {CP2} --calculate-per-token-loss --eval-interval 2 --eval-iters 2",
     "selective_recompute": f"{TE} {OURS} {P95} {CP2} --recompute-granularity selective",
     "qk_norm_yarn": (
@@ -126,17 +126,22 @@ class Options:
 
     def training(self, name: str, options: str, nproc: int) -> tuple[str, ...]:
         """The command that trains."""
+        launcher = ["-m", "megatron_mtraining.launch"] if name in NOT_PLAIN else []
+        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
         checkout = self.older if name in OLDER else self.megatron
         script = str((checkout / SCRIPTS.get(name, "pretrain_gpt.py")).resolve())
-        launcher = ["-m", "megatron_mtraining.launch"] if name in NOT_PLAIN else []
-        words = options.replace("OUT/", f"{self.out}/").split()
+        return (*start, *launcher, script, *self.arguments(name, options))
+
+    def arguments(self, name: str, options: str) -> list[str]:
+        """What the script is given: the options, the data, and what all runs have in common."""
+        own = options.replace("OUT/", f"{self.out}/").split()
+        words = [*TEXT.split(), *COMMON.split(), *own, *self.extra.split()]  # of options given twice the last counts
         if "--mock-data" not in words:
             words += ["--train-data-path", f"{self.data}-train", "--valid-data-path", f"{self.data}-valid"]
-        words += ["--data-cache-path", f"{self.out}/cache/{name}", *TEXT.split(), *COMMON.split(), *self.extra.split()]
+        words += ["--data-cache-path", f"{self.out}/cache/{name}"]
         if "--fp16" in words:
             words.remove("--bf16")
-        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
-        return (*start, *launcher, script, *words)
+        return words
 
 
 def variables(name: str, device: str | None) -> dict[str, str]:

@@ -26,6 +26,7 @@ class Problem:
 
     Attributes:
         density: wanted density; ``None`` for the reference pattern (3% of the distances, 1.25% of the columns).
+        device: where tensors and index are made.
     """
 
     seq_len: int
@@ -33,12 +34,13 @@ class Problem:
     kv_heads: int
     head_dim: int
     density: float | None = None
+    device: str = "cuda"
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v, dout ``[1, seq_len, heads, head_dim]`` on the GPU."""
+        """q, k, v, dout ``[1, seq_len, heads, head_dim]``."""
         shapes = (self.heads, self.kv_heads, self.kv_heads, self.heads)
         q, k, v, dout = (
-            torch.randn(1, self.seq_len, h, self.head_dim, device="cuda", dtype=torch.bfloat16) for h in shapes
+            torch.randn(1, self.seq_len, h, self.head_dim, device=self.device, dtype=torch.bfloat16) for h in shapes
         )
         return q, k, v, dout
 
@@ -48,7 +50,10 @@ class Problem:
             return self._pattern(1.0)
         if self.density >= 1:
             return VerticalSlashIndex.from_lines(
-                [[range(self.seq_len // BLOCK)] * self.heads], [[[]] * self.heads], seq_len=self.seq_len, device="cuda"
+                [[range(self.seq_len // BLOCK)] * self.heads],
+                [[[]] * self.heads],
+                seq_len=self.seq_len,
+                device=self.device,
             )
         low, high = 0.0, 1 / SLASH_SHARE  # multiples of the reference pattern
         for _ in range(16):
@@ -63,7 +68,7 @@ class Problem:
         for _ in range(self.heads):
             slash.append(self._distances(multiple, generator))
             columns.append(generator.sample(range(self.seq_len), self._columns(multiple)))
-        return VerticalSlashIndex.from_lines([slash], [columns], seq_len=self.seq_len, device="cuda")
+        return VerticalSlashIndex.from_lines([slash], [columns], seq_len=self.seq_len, device=self.device)
 
     def _columns(self, multiple: float) -> int:
         return min(round(COLUMN_SHARE * multiple * self.seq_len), self.seq_len)

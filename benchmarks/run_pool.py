@@ -16,15 +16,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .preloaded import ready_file
+
 ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ \|.*?elapsed time per iteration \(ms\): ([\d.]+)")
 VALUES = {
     "loss": re.compile(r"lm loss: ([-+\d.Ena]+)"),
     "grad_norm": re.compile(r"grad norm: ([-+\d.Ena]+)"),
 }
 VALIDATION = re.compile(r"validation loss at .*?lm loss value: ([-+\d.Ena]+)")
-LIMITS = {"curve": 2, "check": 5, "single": 6, "alone": 1}
+LIMITS = {"curve": 2, "check": 5, "single": 6, "alone": 1, "gated": 3, "small": 8}
 """Most runs of each kind at a time."""
-STAGGER = {"curve": 9.0, "check": 1.0, "single": 0.0, "alone": 0.0}
+STAGGER = {"curve": 9.0, "check": 1.0, "single": 0.0, "alone": 0.0, "gated": 0.0, "small": 0.3}
 """Seconds from one start to the next."""
 
 
@@ -34,12 +36,13 @@ class Run:
 
     Attributes:
         name: of its log.
-        kind: `curve` (many steps on several GPUs), `single` (many steps on one), `check` (few steps, not timed) or
-            `alone` (timed).
+        kind: `curve` (many steps on several GPUs), `single` (many steps on one), `check` (few steps, not timed), `small`
+            (the same, loaded already), `alone` (timed) or `gated` (timed: starts up beside others and trains alone).
         command: what to start.
         variables: of the environment, besides those of this process.
         timeout: seconds.
         after: the run that must have ended before.
+        gate: of a gated run: the file for which it waits before it trains (`benchmarks.preloaded`).
     """
 
     name: str
@@ -48,6 +51,7 @@ class Run:
     variables: dict[str, str] = field(default_factory=dict)
     timeout: float = 120.0
     after: str | None = None
+    gate: Path | None = None
 
 
 class _Started:
@@ -108,6 +112,7 @@ def run_all(
                     running.remove(started)
                     done.add(started.run.name)
                     on_result(outcome(started.run, started.log, status, time.monotonic() - started.begin))
+            _open_gate(running)
             run = next((run for run in waiting if run.after is None or run.after in done), None)
             if run is not None and (at_once or _may_start(run, running, time.monotonic() - last_start)):
                 waiting.remove(run)
@@ -123,9 +128,19 @@ def run_all(
             on_result(outcome(started.run, started.log, 124, time.monotonic() - started.begin))
 
 
+def _open_gate(running: Sequence[_Started]) -> None:
+    """Lets the first gated run train once it is ready and nothing else trains."""
+    gates = [started.run.gate for started in running]
+    shut = [gate for gate in gates if gate is not None and not gate.exists()]
+    if shut and len(shut) == len(gates) and ready_file(shut[0]).exists():
+        shut[0].touch()
+
+
 def _may_start(run: Run, running: Sequence[_Started], since_last: float) -> bool:
     if run.kind == "alone" or any(other.run.kind == "alone" for other in running):
         return not running
+    if run.kind != "gated" and any(other.run.kind == "gated" for other in running):
+        return False  # it is to train alone
     busy = [other for other in running if other.run.kind == run.kind]
     if run.kind in ("curve", "check") and any(
         other.run.kind == "single" and not read_log(other.log)["steps"] for other in running

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,6 +11,9 @@ import torch
 
 QUEUE_CYCLES = 10_000_000
 """Cycles of the work that a queued call waits for: about 5 ms."""
+
+FIRST_CALL_CYCLES = 500_000_000
+"""The same for a first call, which may load kernels or plan: about 0.3 s."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +37,15 @@ def measure(
         function: enqueues work on the current stream.
         repeats: most repetitions.
         budget_ms: no further repetition once this much was measured.
-        warm_up: one call before the first repetition. Without it the first repetition's memory is reported.
+        warm_up: one call before the first repetition. Without it the first repetition waits behind other work, so that
+            what the host does at a first call is not measured, and its memory is reported.
         queued: behind some milliseconds of other work, as in a model whose launches run ahead of the device. Without it
             the device is idle and waits for every launch.
+
+    Without a GPU the host's clock is taken, and no memory is reported.
     """
+    if not torch.cuda.is_available():
+        return _on_host(function, repeats, budget_ms, warm_up)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -46,14 +55,26 @@ def measure(
     times: list[float] = []
     while len(times) < repeats and (not times or sum(times) < budget_ms):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        if queued:
-            torch.cuda._sleep(QUEUE_CYCLES)
+        if queued or not (warm_up or times):
+            torch.cuda._sleep(QUEUE_CYCLES if queued else FIRST_CALL_CYCLES)
         start.record()
         function()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
     return Measured(statistics.median(times), (torch.cuda.max_memory_allocated() - before) / 2**20)
+
+
+def _on_host(function: Callable[[], object], repeats: int, budget_ms: float, warm_up: bool) -> Measured:
+    """:func:`measure` on the CPU."""
+    if warm_up:
+        function()
+    times: list[float] = []
+    while len(times) < repeats and (not times or sum(times) < budget_ms):
+        began = time.perf_counter()
+        function()
+        times.append((time.perf_counter() - began) * 1e3)
+    return Measured(statistics.median(times), 0.0)
 
 
 def captured(function: Callable[[], object]) -> Callable[[], object]:

@@ -35,11 +35,13 @@ class Selection:
     def make(cls, share: Fraction, cap: int | None, *, last_q: int, lines: int, documents: int) -> Selection:
         """The rounds that ``lines`` lines need. A cap that can cut nothing is dropped.
 
-        The histogram has ``2 * 2**digit_bits`` entries per head and document: many documents get narrower digits.
+        The histogram has ``2 * 2**digit_bits`` entries per head and document: many documents get narrower digits, and none
+        are wider than the number of rounds asks for.
         """
-        digit_bits = 11 if documents <= 4 else 8 if documents <= 64 else 6
+        widest = 11 if documents <= 4 else 8 if documents <= 64 else 6
         # A mass is at most last_q rows of 2**32 plus half a unit of rounding per entry.
         mass_bits = MASS_UNIT_BITS + last_q.bit_length() + 1
+        digit_bits = -(-mass_bits // -(-mass_bits // widest))
         capped = cap is not None and cap < lines
         tie_rounds = -(-max(lines - 1, 1).bit_length() // digit_bits) if capped else 0
         return cls(
@@ -50,6 +52,12 @@ class Selection:
     def all_lines(self) -> bool:
         """``p = 1`` keeps every line by rule, also those without mass."""
         return self.share == 1
+
+    @property
+    def arguments(self) -> tuple[int, int, int, int, int, int, bool]:
+        """The arguments of the operators ``select_lines`` and ``probe_columns`` after the number of documents."""
+        rounds = (self.digit_bits, self.mass_rounds, self.tie_rounds)
+        return (*rounds, self.share.numerator, self.share.denominator, self.cap, self.all_lines)
 
     @property
     def rounds(self) -> int:

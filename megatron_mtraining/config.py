@@ -12,6 +12,9 @@ BLOCK = 64
 MAX_LAST_Q = 1024
 """Most probe rows: keeps sums of masses (at most ``last_q * 2**32``) and their products with p inside int64."""
 
+MAX_PROBE_SEGMENTS = 64
+"""Most probe segments: each has masses of its own, 8 bytes per head and local token."""
+
 LAYOUTS = ("striped", "zigzag", "contiguous")
 RINGS = ("auto", "flat", "hierarchical")
 KERNELS = ("auto", "reference", "sm80", "sm90")
@@ -43,8 +46,15 @@ class MTrainingConfig:
         "top_p", "how the index is chosen: top_p is MTraining's, the others are published baselines", INDEX_POLICIES
     )
     last_q: int = _option(64, "probe rows at the end of each document: a multiple of 64, at most 1024")
-    max_vertical: int | None = _option(4096, "most vertical lines per head and document (unset or 'none': no cap)")
-    max_slash: int | None = _option(None, "most slash lines per head and document (unset or 'none': no cap)")
+    probe_segments: int = _option(
+        1, "policy top_p: equal parts of each document with last_q probe rows each; lines that any part needs are kept"
+    )
+    max_vertical: int | None = _option(
+        4096, "most vertical lines per head, document and probe segment (unset or 'none': no cap)"
+    )
+    max_slash: int | None = _option(
+        None, "most slash lines per head, document and probe segment (unset or 'none': no cap)"
+    )
     local_blocks: int = _option(1, "block distances below this are always on (at least 1)")
     sink_tokens: int = _option(0, "the first tokens of each document that are always kept as vertical lines")
     fixed_vertical: int = _option(1000, "policy fixed: vertical lines per head and document")
@@ -78,6 +88,7 @@ class MTrainingConfig:
         for name in ("top_p", "vertical_top_p", "slash_top_p"):
             self._check_share(name)
         self._check_int("last_q", low=BLOCK, high=MAX_LAST_Q, multiple=BLOCK)
+        self._check_int("probe_segments", low=1, high=MAX_PROBE_SEGMENTS)
         self._check_int("max_vertical", low=0, optional=True)
         self._check_int("max_slash", low=1, optional=True)
         self._check_int("local_blocks", low=1)
@@ -95,6 +106,11 @@ class MTrainingConfig:
                 raise ValueError(f"{item.name}={getattr(self, item.name)!r}: must be True or False")
 
     def _check_policies(self) -> None:
+        if self.probe_segments > 1 and self.index_policy != "top_p":
+            raise ValueError(
+                f"probe_segments={self.probe_segments!r} with index_policy={self.index_policy!r}: must be 1, only policy "
+                f"top_p has segments"
+            )
         self._check_int("fixed_vertical", low=0)
         self._check_int("fixed_slash", low=1)
         self._check_int("moba_block_size", low=BLOCK, multiple=BLOCK)

@@ -114,31 +114,54 @@ class ProbeTables:
         blocks: int32 ``[tiles]``, the global block of each tile.
         rows: int32 ``[tiles, 2]``, first and one past the last probe row within the tile.
         block_probes: int32 ``[num_blocks, 2]``, the range of tiles that belong to each block's document.
+        segments: int32 ``[tiles]``, which part of its document a tile stands for, counted from the document's end.
     """
 
     blocks: Tensor
     rows: Tensor
     block_probes: Tensor
+    segments: Tensor
 
     @classmethod
-    def make(cls, documents: Documents, last_q: int) -> ProbeTables:
-        """The tiles that hold the last ``last_q`` real rows of each document (all its rows if it has fewer)."""
+    def make(cls, documents: Documents, last_q: int, segments: int = 1) -> ProbeTables:
+        """The tiles that hold the last ``last_q`` rows of each segment of each document (all its rows if it has fewer)."""
         blocks: list[int] = []
         rows: list[tuple[int, int]] = []
+        numbers: list[int] = []
         ranges: list[tuple[int, int]] = []
         for start, length in zip(documents.starts, documents.lengths, strict=True):
             begin = len(blocks)
-            first = max(0, length - last_q)
-            for block in range(first // BLOCK, -(-length // BLOCK)):
-                blocks.append(start + block)
-                rows.append((max(first - block * BLOCK, 0), min(length - block * BLOCK, BLOCK)))
+            ends = segment_ends(length, last_q, segments)
+            for number, end in reversed(list(enumerate(ends))):
+                first = max(0, end - last_q)
+                for block in range(first // BLOCK, -(-end // BLOCK)):
+                    blocks.append(start + block)
+                    rows.append((max(first - block * BLOCK, 0), min(end - block * BLOCK, BLOCK)))
+                    numbers.append(number)
             ranges.append((begin, len(blocks)))
         return cls(
             torch.tensor(blocks, dtype=torch.int32),
             torch.tensor(rows, dtype=torch.int32),
             torch.tensor(ranges, dtype=torch.int32)[documents.doc_id.long()],
+            torch.tensor(numbers, dtype=torch.int32),
         )
+
+    def only(self, kept: Tensor) -> ProbeTables:
+        """The tables of some tiles alone, in the same order; ``kept``: bool ``[tiles]``."""
+        before = torch.nn.functional.pad(kept.long().cumsum(0), (1, 0)).to(torch.int32)
+        ranges = before[self.block_probes.long()]
+        return ProbeTables(self.blocks[kept], self.rows[kept], ranges, self.segments[kept])
 
     def to(self, device: torch.device | str) -> ProbeTables:
         """The same tables on a device."""
-        return ProbeTables(self.blocks.to(device), self.rows.to(device), self.block_probes.to(device))
+        return ProbeTables(*(x.to(device) for x in (self.blocks, self.rows, self.block_probes, self.segments)))
+
+
+def segment_ends(length: int, last_q: int, segments: int) -> list[int]:
+    """Where the segments of a document end, in tokens from its start, the last one first.
+
+    A document is cut into ``segments`` equal parts, or into fewer so that each has ``last_q`` rows (at least one part). All
+    ends but the document's own are multiples of 64, so that a tile is a whole block.
+    """
+    count = min(segments, max(1, length // last_q))
+    return [length, *((count - number) * length // count // BLOCK * BLOCK for number in range(1, count))]

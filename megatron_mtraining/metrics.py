@@ -12,24 +12,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .bitmap import count_bits
+from .bitmap import count_bits, unpack_bits
 from .block_lists import BlockListIndex, Index
 from .config import BLOCK
 from .documents import Documents
-from .index import VerticalSlashIndex
 from .layout import Layout
 from .schedule import forward_schedule
 
 
-def pair_counts(index: VerticalSlashIndex, layout: Layout) -> tuple[Tensor, Tensor]:
+def pair_counts(index: Index, layout: Layout) -> tuple[Tensor, Tensor]:
     """Kept block pairs and kept (row block, column) pairs by the ranks that hold the queries and the keys.
 
-    The counts are convolutions along the sequence (a pair is kept if its distance is), done by FFT.
+    The counts of lines are convolutions along the sequence (a pair is kept if its distance is), done by FFT.
+
+    Args:
+        index: lines, or row lists with all rows of the sequence.
+        layout: placement of the sequence.
 
     Returns:
         Two int64 tensors ``[cp_size, cp_size]`` on the CPU, ``[query rank, key rank]``, summed over batch and heads.
+
+    Raises:
+        ValueError: for the row lists of one rank of several.
     """
     owner = layout.inverse("cpu").long() // layout.local_blocks
+    if isinstance(index, BlockListIndex):
+        return _row_list_pairs(index, owner, layout.cp_size)
     slash = index.slash_bits().flatten(0, 1).cpu().double()
     columns = count_bits(index.column_words).flatten(0, 1).cpu().double()
     counts = torch.zeros(2, layout.cp_size, layout.cp_size, dtype=torch.float64)
@@ -38,6 +46,21 @@ def pair_counts(index: VerticalSlashIndex, layout: Layout) -> tuple[Tensor, Tens
         _add_document(counts, slash[:, part], columns[:, part], owner[part])
     blocks, column_pairs = counts.round().long()
     return blocks, column_pairs
+
+
+def _row_list_pairs(index: BlockListIndex, owner: Tensor, cp_size: int) -> tuple[Tensor, Tensor]:
+    """:func:`pair_counts` of row lists, a head at a time: ``[n, n]`` is large."""
+    if set(index.row_blocks) != set(range(index.num_blocks)):
+        raise ValueError(f"index has {len(index.row_blocks)} rows: all {index.num_blocks} are needed to count pairs")
+    words = index.kept_words().flatten(0, 1)
+    kept = torch.zeros((index.num_blocks, index.num_blocks), dtype=torch.float32, device=words.device)
+    for head in words:
+        kept += unpack_bits(head, index.num_blocks)
+    # Counts of heads, then of blocks: integers far below 2**53.
+    held = torch.nn.functional.one_hot(owner.to(words.device), cp_size).double()
+    rows = held[torch.tensor(index.row_blocks, device=words.device)]
+    blocks = (rows.T @ (kept.double() @ held)).round().long().cpu()
+    return blocks, torch.zeros_like(blocks)
 
 
 def _add_document(counts: Tensor, slash: Tensor, columns: Tensor, owner: Tensor) -> None:
@@ -57,7 +80,7 @@ def _add_document(counts: Tensor, slash: Tensor, columns: Tensor, owner: Tensor)
         counts[1, :, keys].index_add_(0, owner, earlier - covered.round())
 
 
-def work_table(index: VerticalSlashIndex, layout: Layout, inner_size: int | None = None) -> Tensor:
+def work_table(index: Index, layout: Layout, inner_size: int | None = None) -> Tensor:
     """Query-key pairs of each rank in each forward step: fp64 ``[cp_size, steps]``; columns count in the last step."""
     blocks, columns = pair_counts(index, layout)
     size = layout.cp_size

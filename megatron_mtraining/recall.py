@@ -36,6 +36,7 @@ def probe_recall(
     layout: Layout | None = None,
     cp_group: dist.ProcessGroup | None = None,
     softmax_scale: float | None = None,
+    segments: int | None = None,
 ) -> Tensor:
     """The share of the probe rows' true attention mass that lies on kept lines, each pair counted once.
 
@@ -45,8 +46,10 @@ def probe_recall(
         q: ``[batch, local_seq, heads, head_dim]``, this rank's queries in the order of ``layout``.
         k: ``[batch, local_seq, kv_heads, head_dim]``.
         index: the kept lines of the whole sequence, however they were found.
-        config: its ``last_q`` and ``kernel``, and its ``layout`` if none is given.
+        config: its ``last_q``, ``probe_segments`` and ``kernel``, and its ``layout`` if none is given.
         layout, cp_group, softmax_scale: as in :func:`megatron_mtraining.mtraining_attention`.
+        segments: look at the ends of so many parts of each document instead of the config's: with more parts than the index
+            was estimated from it is judged by rows that did not choose it.
 
     Returns:
         fp64 ``[batch, heads, documents]``, from 0 to 1; the same bits on every rank.
@@ -66,6 +69,7 @@ def probe_recall(
             k,
             index.keeping_diagonal(),
             last_q=config.last_q,
+            segments=config.probe_segments if segments is None else segments,
             layout=context.layout,
             cp_rank=groups.cp_rank,
             scale=context.scale,
@@ -80,13 +84,14 @@ def recall_steps(
     index: VerticalSlashIndex,
     *,
     last_q: int,
+    segments: int = 1,
     layout: Layout,
     cp_rank: int,
     scale: float,
     ops: Operators,
 ) -> Generator[Collective, Tensor, Tensor]:
     """:func:`probe_recall` of one rank, on whole blocks; yields the collectives it needs."""
-    tables = _recall_tables(index.documents, last_q, layout, cp_rank, q.device)
+    tables = _recall_tables(index.documents, (last_q, segments), layout, cp_rank, q.device)
     batch, _, heads, dim = q.shape
     probe_q = q.new_zeros((batch, tables.probes.blocks.numel(), BLOCK, heads, dim))
     for tile, block in tables.owned:
@@ -104,7 +109,7 @@ def recall_steps(
     columns = unpack_bits(index.column_words[..., tables.kv_blocks.long()], layout.local_blocks * BLOCK)
     sums = row_sum.new_zeros((batch, heads, len(index.documents.starts), 2))
     for group in tables.groups:
-        # One row block a document: the distance of a column from it is known, so pairs on two lines are seen.
+        # One tile a document: the distance of a column from it is known, so pairs on two lines are seen.
         some, tiles = group.probes, group.tiles
         column_mass, slash_mass = ops.probe_mass(
             probe_q[:, tiles].contiguous(), k, some.blocks, some.rows, some.block_probes, *where,
@@ -152,9 +157,10 @@ class _RecallTables:
 
 @lru_cache(maxsize=32)
 def _recall_tables(
-    documents: Documents, last_q: int, layout: Layout, cp_rank: int, device: torch.device
+    documents: Documents, probe_rows: tuple[int, int], layout: Layout, cp_rank: int, device: torch.device
 ) -> _RecallTables:
-    probes = ProbeTables.make(documents, last_q)
+    """The tables for (rows of a segment, segments of a document)."""
+    probes = ProbeTables.make(documents, *probe_rows)
     mine = layout.block_position[cp_rank]
     place = {block: number for number, block in enumerate(mine.tolist())}
     owned = tuple((tile, place[block]) for tile, block in enumerate(probes.blocks.tolist()) if block in place)
@@ -180,6 +186,6 @@ def _group(documents: Documents, probes: ProbeTables, mine: Tensor, number: int,
     ranges = torch.stack([renumbered, renumbered + has_one.long()], 1).int()
     row_block = torch.where(has_one, probes.blocks[(first + number).clamp(max=probes.blocks.numel() - 1)].long(), -1)
     distance = row_block[mine] - mine
-    some = ProbeTables(probes.blocks[tiles], probes.rows[tiles], ranges)
+    some = ProbeTables(probes.blocks[tiles], probes.rows[tiles], ranges, probes.segments[tiles])
     line = documents.doc_start[mine].long() + distance.clamp(min=0)
     return _Group(some.to(device), tiles.to(device), (distance > 0).to(device), line.to(device))

@@ -32,7 +32,9 @@ Stamp = torch.cuda.Event | float
 
 @dataclass(frozen=True)
 class LaunchTimes:
-    """One launch; times in ms from the start of the pass. Forward has no partial gradients: ``summed == computed``.
+    """One launch; times in ms from the start of the pass.
+
+    Forward has no partial gradients: but for the last launch, which gives its buffers back, ``end == summed == computed``.
 
     Attributes:
         chunks: ``kv_owner`` of each chunk.
@@ -215,6 +217,7 @@ class CallProfile:
         for number, launch in enumerate(self.launches):
             at = {p: _ms(origin, self.marks[number, p]) for p in POINTS if (number, p) in self.marks}
             at.setdefault("summed", at["computed"])
+            at.setdefault("end", at["summed"])
             launches.append(LaunchTimes(launch.chunks, *(at[p] for p in POINTS)))
         transfers = [
             TransferTimes(
@@ -246,7 +249,10 @@ class RingProfile:
 
     Attributes:
         ranks: global ranks of the newest pass, in context-parallel order; empty if none went over process groups.
+        call_type: what takes the times of a pass.
     """
+
+    call_type: type[CallProfile] = CallProfile
 
     def __init__(self, most: int | None = None) -> None:
         self.ranks: tuple[int, ...] = ()
@@ -262,7 +268,7 @@ class RingProfile:
             return None
         if isinstance(exchange, GroupExchange):
             self.ranks = tuple(exchange.ranks)
-        self._passes.append(CallProfile(phase, cp_rank, launches, device, exchange, self._waiters))
+        self._passes.append(self.call_type(phase, cp_rank, launches, device, exchange, self._waiters))
         return self._passes[-1]
 
     def read(self) -> list[PassTimes]:

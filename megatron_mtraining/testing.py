@@ -169,7 +169,8 @@ class VirtualRing(torch.autograd.Function):
         rings = [RingForward(calls[r], parts[r], parts[size + r], parts[2 * size + r]) for r in range(size)]
         with exactly(parts[0]):
             run(rings)
-        ctx.rings = rings
+        ctx.calls = calls
+        ctx.saved = [saved_of(ring) for ring in rings]
         ctx.mark_non_differentiable(*(ring.lse for ring in rings))
         return (*(ring.out for ring in rings), *(ring.lse for ring in rings))
 
@@ -177,8 +178,8 @@ class VirtualRing(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Runs the backward rings of all ranks in lockstep."""
         rings = [
-            RingBackward(ring.call, saved_of(ring), grad.contiguous())
-            for ring, grad in zip(ctx.rings, grads[: len(ctx.rings)], strict=True)
+            RingBackward(call, saved, grad.contiguous())
+            for call, saved, grad in zip(ctx.calls, ctx.saved, grads[: len(ctx.calls)], strict=True)
         ]
         with exactly(grads[0]):
             run(rings)
@@ -187,9 +188,11 @@ class VirtualRing(torch.autograd.Function):
 
 
 def saved_of(ring: RingForward) -> Saved:
-    """What backward needs of a forward ring."""
+    """What backward needs of a forward ring. Its outputs are detached: held themselves, they would hold their own graph,
+    and no ring of a played call would ever be freed.
+    """
     columns: Columns | None = ring.columns if ring.call.config.vertical_backward == "save" else None
-    return Saved(ring.q, ring.k, ring.v, ring.out, ring.lse, ring.kept, columns)
+    return Saved(ring.q, ring.k, ring.v, ring.out.detach(), ring.lse.detach(), ring.kept, columns)
 
 
 def oracle(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, softmax_scale: float | None = None) -> tuple[Tensor, Tensor]:

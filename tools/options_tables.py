@@ -8,9 +8,9 @@ from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.integration.options import PREFIX, add_mtraining_arguments
 
 GROUPS = {
-    "lines": "top_p vertical_top_p slash_top_p last_q max_vertical max_slash local_blocks sink_tokens dense",
+    "lines": "top_p vertical_top_p slash_top_p last_q probe_segments max_vertical max_slash local_blocks sink_tokens dense",
     "plan": "dense_layers dense_steps layer_top_p top_p_schedule",
-    "guard": "guard_recall guard_density guard_action",
+    "guard": "guard_recall guard_density guard_action guard_scope guard_segments",
     "layout": "layout layout_mode stripe_size stripe_rotation",
     "ring": "ring inner_across_hosts kernel deterministic vertical_backward chunks_per_launch max_compact_columns",
     "policies": "index_policy fixed_vertical fixed_slash flexprefill_tau xattention_stride moba_block_size moba_top_k",

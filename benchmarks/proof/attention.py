@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,10 +14,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.proof.estimators import PROBES, ProbeView, joint, spread_rows
-from benchmarks.proof.variants import variant
-from megatron_mtraining import MTrainingConfig, VerticalSlashIndex, mtraining_attention
+from benchmarks.proof.variants import GUARD_SEGMENTS, LATE, variant
+from megatron_mtraining import MTrainingConfig, VerticalSlashIndex, estimate_index, mtraining_attention
+from megatron_mtraining.bitmap import count_bits
+from megatron_mtraining.config import BLOCK
+from megatron_mtraining.documents import segment_ends
 from megatron_mtraining.integration import runtime
 from megatron_mtraining.integration.core_attention import MTrainingCoreAttention
+from megatron_mtraining.integration.guard import Guard
 from megatron_mtraining.integration.layout_mode import CONVERT, LayoutMode
 from megatron_mtraining.layout import Layout
 from megatron_mtraining.metrics import Recorder
@@ -42,8 +46,30 @@ def attention_layers(model: GPTModel) -> list[Any]:
     return [layer.self_attention for layer in model.decoder.layers]
 
 
-class JointCoreAttention(MTrainingCoreAttention):
-    """MTraining attention under an index of :func:`benchmarks.proof.estimators.joint`; one rank, one sample at a time.
+class ChosenIndexCoreAttention(MTrainingCoreAttention):
+    """MTraining attention under an index that :meth:`choose` finds; one rank."""
+
+    def choose(self, q: Tensor, k: Tensor) -> VerticalSlashIndex:
+        """The index for ``q [batch, seq, heads, dim]`` and ``k [batch, seq, kv_heads, dim]``."""
+        raise NotImplementedError
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **_: Any
+    ) -> Tensor:
+        """``[s, b, h, d]`` in, ``[s, b, h * d]`` out; the index is recorded in training."""
+        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+            index = self.choose(q.detach(), k.detach())
+        out, aux = mtraining_attention(q, k, v, config=self.mtraining, index=index, return_aux=True)
+        state = runtime.current_or_none()
+        recorder = None if state is None else state.recorder
+        if recorder is not None and self.training:
+            recorder.record(self.record_number, aux.index, aux.layout, aux.inner_size)
+        return out.transpose(0, 1).flatten(2)
+
+
+class JointCoreAttention(ChosenIndexCoreAttention):
+    """Under an index of :func:`benchmarks.proof.estimators.joint`.
 
     Args:
         share: share of the probes' mass.
@@ -54,35 +80,119 @@ class JointCoreAttention(MTrainingCoreAttention):
         super().__init__(*args, **options)
         self.share = share
 
+    def choose(self, q: Tensor, k: Tensor) -> VerticalSlashIndex:
+        """One sample at a time: the estimator knows no batch."""
+        rows = spread_rows(q.shape[1], min(PROBES, q.shape[1]), q.device)
+        scale = q.shape[3] ** -0.5
+        found = [joint(ProbeView.make(q[i : i + 1], k[i : i + 1], rows, scale), self.share) for i in range(len(q))]
+        capacity = min(found[0].column_capacity, self.mtraining.max_compact_columns)
+        words = (torch.cat([getattr(index, name) for index in found]) for name in ("slash_words", "column_words"))
+        return VerticalSlashIndex(*words, found[0].documents, capacity)
+
+
+class GuardedCoreAttention(ChosenIndexCoreAttention):
+    """Under the library's index and its guard, head by head.
+
+    Args:
+        bound: heads that recall less at the ends of :data:`GUARD_SEGMENTS` parts keep every line.
+        options: as of :class:`MTrainingCoreAttention`.
+    """
+
+    def __init__(self, *args: Any, bound: float, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.guard = Guard(recall=bound, scope="head", segments=GUARD_SEGMENTS)
+
+    def choose(self, q: Tensor, k: Tensor) -> VerticalSlashIndex:
+        """Estimated, then judged."""
+        index = estimate_index(q, k, config=self.mtraining)
+        return self.guard(
+            q,
+            k,
+            index,
+            config=self.mtraining,
+            layout=None,
+            cp_group=None,
+            tp_group=None,
+            softmax_scale=None,
+            layer=None,
+        )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The density of lines that hold for some rows only, in the place of an index."""
+
+    value: Tensor
+
+    def density(self) -> Tensor:
+        """fp64 scalar."""
+        return self.value
+
+
+def pairs_of_rows(index: VerticalSlashIndex, first: int) -> Tensor:
+    """int64 ``[batch, heads]``: pairs that the row blocks from ``first`` on keep; one document."""
+    block = torch.arange(index.num_blocks, device=index.slash_words.device)
+    distance = block[first:, None] - block[None, :]
+    slash = index.slash_bits()[:, :, distance.clamp(min=0)] & (distance >= 0)
+    columns = count_bits(index.column_words)[:, :, None, :] * (~slash & (distance > 0))
+    return BLOCK * BLOCK * slash.sum((2, 3)) + BLOCK * columns.sum((2, 3))
+
+
+class OwnLinesCoreAttention(MTrainingCoreAttention):
+    """MTraining attention in which each segment of rows has lines of its own; one rank.
+
+    A segment's rows are those of the attention over the sequence up to its end, so this costs more than it has to: it is for
+    the loss, not for the time.
+
+    Args:
+        segments: of rows, equal parts.
+        options: as of :class:`MTrainingCoreAttention`.
+    """
+
+    def __init__(self, *args: Any, segments: int, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.segments = segments
+
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **_: Any
     ) -> Tensor:
         """``[s, b, h, d]`` in, ``[s, b, h * d]`` out."""
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-        outs = [self._one(*(x[i : i + 1] for x in (q, k, v))) for i in range(q.shape[0])]
-        return torch.cat(outs).transpose(0, 1).flatten(2)
-
-    def _one(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scale = q.shape[3] ** -0.5
-        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-            rows = spread_rows(q.shape[1], min(PROBES, q.shape[1]), q.device)
-            index = joint(ProbeView.make(q.detach(), k.detach(), rows, scale), self.share)
-        index = replace(index, column_capacity=min(index.column_capacity, self.mtraining.max_compact_columns))
-        out, aux = mtraining_attention(q, k, v, config=self.mtraining, index=index, return_aux=True)
+        ends = segment_ends(q.shape[1], self.mtraining.last_q, self.segments)[::-1]
+        outs, pairs, begin = [], torch.zeros((), dtype=torch.int64, device=q.device), 0
+        for end in ends:
+            out, aux = mtraining_attention(*(x[:, :end] for x in (q, k, v)), config=self.mtraining, return_aux=True)
+            outs.append(out[:, begin:])
+            pairs = pairs + pairs_of_rows(aux.index, begin // BLOCK)
+            begin = end
         state = runtime.current_or_none()
         recorder = None if state is None else state.recorder
         if recorder is not None and self.training:
-            recorder.record(self.record_number, aux.index, aux.layout, aux.inner_size)
-        return out
+            density = Measured((pairs.double() / (q.shape[1] ** 2 / 2)).mean())
+            recorder.indices[self.record_number] = (density, aux.layout, aux.inner_size)
+        return torch.cat(outs, 1).transpose(0, 1).flatten(2)
 
 
 def use(model: GPTModel, name: str) -> None:
     """The attention of a variant in every layer, in the model's mode of training; sparse ones as the plugin puts them."""
-    chosen = variant(name)
-    for number, attention in enumerate(attention_layers(model), 1):
+    use_by_layer(model, [name] * len(attention_layers(model)))
+
+
+def use_by_layer(model: GPTModel, names: list[str]) -> None:
+    """:func:`use` with a variant for each layer."""
+    for number, (attention, name) in enumerate(zip(attention_layers(model), names, strict=True), 1):
+        chosen = variant(name)
+        if chosen.late is not None and number >= LATE:
+            chosen = replace(chosen, config=chosen.late)
         contract = (model.config, number, AttnMaskType.causal, "self")
         if chosen.config is None:
             core: torch.nn.Module = DenseCoreAttention()
+        elif number in chosen.dense_layers:
+            core = MTrainingCoreAttention(*contract, mtraining=replace(chosen.config, dense=True))
+        elif chosen.head_recall is not None:
+            core = GuardedCoreAttention(*contract, mtraining=chosen.config, bound=chosen.head_recall)
+        elif chosen.own_lines > 1:
+            core = OwnLinesCoreAttention(*contract, mtraining=chosen.config, segments=chosen.own_lines)
         elif chosen.joint_share is None:
             core = MTrainingCoreAttention(*contract, mtraining=chosen.config)
         else:

@@ -12,9 +12,9 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from benchmarks.proof.attention import use
-from benchmarks.proof.tasks import DIGITS, Phrases, make_samples
+from benchmarks.proof.tasks import DIGITS, Phrases, answer_rows, make_samples, training_sequence
 
-TOKENS_PER_BATCH = 32768
+TOKENS_PER_BATCH = 131072
 BUCKET = 1024
 LOSS_ROWS = 8192  # logits are turned into fp32 this many at a time
 
@@ -106,3 +106,25 @@ def retrieval(
         "count": count,
         "depths": [round(s.depth, 3) for s, hit in zip(samples, right, strict=True) if not hit],
     }
+
+
+def planted(text: np.ndarray, length: int, questions: int, phrases: Phrases, seed: int) -> tuple[Tensor, Tensor]:
+    """Token ids ``[1, length + 1]`` of a window with planted facts, and the rows that predict the answers' digits."""
+    ids = training_sequence(text, length + 1, questions, phrases, np.random.default_rng([seed, 29]))
+    return torch.from_numpy(ids)[None], torch.from_numpy(answer_rows(ids, phrases))
+
+
+def answers_of(model: GPTModel, tokens: Tensor, rows: Tensor) -> tuple[float, int, int]:
+    """Mean loss of the digits of planted answers, answers that are right as a whole, and their number."""
+    logits = logits_of(model, tokens[:, :-1])[:, rows]
+    labels = tokens[:, 1:][:, rows]
+    right = (logits.argmax(-1) == labels).view(-1, DIGITS).all(1)
+    return token_losses(logits, labels).mean().item(), int(right.sum()), right.numel()
+
+
+def planted_answers(model: GPTModel, attention: str, windows: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+    """:func:`answers_of` in the middle of the text, where no probe row of the end looks, over some of :func:`planted`."""
+    with evaluating(model, attention):
+        found = [answers_of(model, tokens, rows) for tokens, rows in windows]
+    losses, right, count = zip(*found, strict=True)
+    return {"loss": float(np.mean(losses)), "right": sum(right), "count": sum(count)}

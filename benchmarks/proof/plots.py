@@ -22,11 +22,12 @@ from benchmarks.proof.summary import Run, load_runs
 
 COLORS = dict(
     zip(
-        ("dense", "top-p-0.95", "top-p-0.90", "joint-0.95", "moba", "xattention-0.90"),
-        ("black", "#1f5fa8", "#7fb2e5", "#c8553d", "#3a7d44", "#7b4b94"),
+        ("dense", "top-p-0.95", "top-p-0.90", "joint-0.95", "moba", "xattention-0.90", "top-p-0.95-dense-8-19",
+         "top-p-0.98-dense-8-19", "segments-8-0.9"),
+        ("black", "#1f5fa8", "#7fb2e5", "#c8553d", "#3a7d44", "#7b4b94", "#e08a00", "#f2c14e", "#5b8c9b"),
         strict=True,
     )
-)
+)  # fmt: skip
 STYLES = {"paper": "-", "spread + joint": "-"}
 
 
@@ -44,7 +45,7 @@ def _by_variant(runs: list[Run]) -> dict[str, list[Run]]:
 
 def draw_training(runs: list[Run], path: Path) -> None:
     """Training loss of the first seed; difference to dense and held-out loss by position, means over the paired seeds."""
-    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(16, 4.4), layout="constrained")
+    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(16, 5), layout="constrained")
     by = _by_variant(runs)
     dense = {run.seed: np.array([s["loss"] for s in run.steps]) for run in by["dense"]}
     for name, found in by.items():
@@ -72,7 +73,7 @@ def draw_training(runs: list[Run], path: Path) -> None:
     right.set(title="held-out loss less dense's by position", xlabel="position (K tokens)", ylabel="nats")
     for axes in (left, middle, right):
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
     middle.axhline(0, color="black", linewidth=0.8)
     right.axhline(0, color="black", linewidth=0.8)
     _save(figure, path)
@@ -81,15 +82,56 @@ def draw_training(runs: list[Run], path: Path) -> None:
 def draw_density(runs: list[Run], path: Path) -> None:
     """Density of each layer over the steps, one panel a variant (seed 0)."""
     chosen = [run for run in runs if run.density is not None and run.seed == 0]
-    figure, panels = pyplot.subplots(
-        1, len(chosen), figsize=(4.2 * len(chosen), 4), layout="constrained", squeeze=False
-    )
-    for run, axes in zip(chosen, panels[0], strict=True):
+    rows = -(-len(chosen) // 4)
+    figure, panels = pyplot.subplots(rows, 4, figsize=(17, 4 * rows), layout="constrained", squeeze=False)
+    for axes in panels.flat[len(chosen) :]:
+        axes.remove()
+    for run, axes in zip(chosen, panels.flat, strict=False):
         table = np.array([step["density_by_layer"] for step in run.steps]).T
         extent = (0, table.shape[1], table.shape[0] + 0.5, 0.5)
         image = axes.imshow(table, aspect="auto", cmap="viridis", vmin=0, vmax=0.6, extent=extent)
         axes.set(title=f"{run.variant}: mean {table[:, -1].mean():.2f} at the end", xlabel="step", ylabel="layer")
-    figure.colorbar(image, ax=list(panels[0]), label="computed pairs / causal pairs")
+    figure.colorbar(image, ax=list(panels[:, -1]), label="computed pairs / causal pairs")
+    _save(figure, path)
+
+
+def draw_zero_shot(path_in: Path, path: Path) -> None:
+    """What sparse attention costs densely trained weights: by variant against density, and layer by layer."""
+    lines = [json.loads(line) for line in path_in.read_text().splitlines()]
+    measured = [line for line in lines if "loss" in line and "variant" in line]
+    whole = {line["variant"]: line for line in measured if "layer" not in line}
+    layers = sorted((line for line in measured if "layer" in line), key=lambda line: line["layer"])
+    dense = whole.pop("dense")
+    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(17, 4.6), layout="constrained")
+    for family, color in (
+        ("top-p", "#1f5fa8"),
+        ("segments", "#e08a00"),
+        ("own-lines", "#c8553d"),
+        ("xattention", "#7b4b94"),
+    ):
+        found = {name: line for name, line in whole.items() if name.startswith(family)}
+        x = [line["density"] for line in found.values()]
+        for axes, key, base in ((left, "loss", dense["loss"]), (middle, "answer_loss", dense["answer_loss"])):
+            y = [line[key] - base for line in found.values()]
+            axes.plot(x, y, "o", color=color, markersize=5, label=family)
+            for name, a, b in zip(found, x, y, strict=True):
+                short = name.removeprefix(f"{family}-")
+                axes.annotate(short, (a, b), xytext=(4, 3), textcoords="offset points", fontsize=7)
+    left.set(title="held-out loss less dense's", xlabel="density", ylabel="nats")
+    middle.set(title="loss of planted answers' digits less dense's", xlabel="density", ylabel="nats")
+    base = float(np.mean(dense["by_window"][:2]))
+    number = [line["layer"] for line in layers]
+    right.bar(number, [line["loss"] - base for line in layers], color="#1f5fa8", label="held-out loss less dense's")
+    other = right.twinx()
+    answers = [line["answer_loss"] for line in layers]
+    other.plot(number, answers, "o-", color="#e08a00", markersize=3, label="loss of answers' digits (right axis)")
+    other.axhline(float(np.median(answers)), color="#e08a00", linewidth=0.6)
+    right.set(title="one layer at top-p 0.95, the others dense", xlabel="layer", ylabel="nats")
+    right.legend(loc="upper left", fontsize=8)
+    other.legend(loc="center left", fontsize=8)
+    for axes in (left, middle):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
     _save(figure, path)
 
 
@@ -156,6 +198,7 @@ def main() -> None:
     """Command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=Path, help="folder of the training results")
+    parser.add_argument("--zero-shot", type=Path, help="results of benchmarks.proof.zero_shot")
     parser.add_argument("--index", type=Path, help="results of the index study")
     parser.add_argument("--premises", type=Path, help="folder that benchmarks.proof.premises wrote")
     parser.add_argument("--output", type=Path, required=True)
@@ -165,6 +208,8 @@ def main() -> None:
         runs = load_runs(options.runs, "training")
         draw_training(runs, options.output / "proof_training.png")
         draw_density(runs, options.output / "proof_density.png")
+    if options.zero_shot:
+        draw_zero_shot(options.zero_shot, options.output / "proof_zero_shot.png")
     if options.index:
         draw_index(options.index, options.output / "proof_index.png")
     if options.premises:

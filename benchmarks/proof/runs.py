@@ -34,6 +34,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--questions", type=int, default=24, help="facts planted and asked for in a training sequence")
+    parser.add_argument("--planted", type=int, default=8, help="held-out windows with facts planted and asked for")
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--retrieval", nargs="*", default=[], help="TASK:LENGTH:SAMPLES")
     parser.add_argument("--study-layers", nargs="+", type=int, help="index study of these layers after each dense run")
@@ -55,6 +56,7 @@ def main() -> None:
         learning_rate=options.learning_rate,
         questions=options.questions,
         windows=options.windows,
+        planted=options.planted,
         retrieval=tuple((task, int(length), int(count)) for task, length, count in wanted),
     )
     data = Data(

@@ -31,6 +31,7 @@ class Run:
     steps: list[dict[str, Any]]
     valid: dict[str, dict[str, Any]]
     retrieval: list[dict[str, Any]]
+    planted: list[dict[str, Any]]
 
     @classmethod
     def load(cls, path: Path) -> Run:
@@ -43,6 +44,7 @@ class Run:
             [line for line in lines if "step" in line],
             {line["attention"]: line["valid"] for line in lines if "valid" in line},
             [{"attention": line["attention"], **line["retrieval"]} for line in lines if "retrieval" in line],
+            [{"attention": line["attention"], **line["planted"]} for line in lines if "planted" in line],
         )
 
     @property
@@ -133,6 +135,28 @@ def retrieval_table(runs: list[Run]) -> list[dict[str, Any]]:
     ]
 
 
+def planted_table(runs: list[Run]) -> list[dict[str, Any]]:
+    """Right answers to questions in the middle of the text, pooled over the seeds, by training and attention."""
+    pooled: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0])
+    for run in runs:
+        for item in run.planted:
+            cell = pooled[run.variant, item["attention"]]
+            for place, value in enumerate((item["right"], item["count"], item["loss"], 1)):
+                cell[place] += value
+    return [
+        {
+            "trained": key[0],
+            "attention": key[1],
+            "right": int(right),
+            "count": int(count),
+            "share": round(right / count, 4),
+            "interval": wilson(int(right), int(count)),
+            "digit_loss": round(loss / windows, 4),
+        }
+        for key, (right, count, loss, windows) in sorted(pooled.items())
+    ]
+
+
 def step_times(runs: list[Run]) -> dict[str, Any]:
     """Median seconds of a step and density at the end, by variant: the median over its runs."""
     by: dict[str, list[Run]] = defaultdict(list)
@@ -155,6 +179,7 @@ def summarize(folder: Path) -> dict[str, Any]:
         "gap_to_dense_held_out": gaps(runs),
         "gap_to_dense_last_10_steps": late_training_gap(runs),
         "retrieval": retrieval_table(runs),
+        "planted": planted_table(runs),
         "steps_32k": step_times(runs),
         "steps_64k": step_times(steps),
     }

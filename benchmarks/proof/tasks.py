@@ -38,6 +38,7 @@ PIECES = {
 }
 TASKS = ("needle", "multikey", "chain")
 DISTRACTORS = 15  # other facts of the same form in "multikey"
+KEY_WORDS = 2  # names in a key, one token each
 HOPS = 2  # of "chain": facts that refer to another, before the one that holds the value
 
 
@@ -178,3 +179,12 @@ def training_sequence(
     early = np.sort(rng.integers(0, room // 2, questions))
     late = np.sort(rng.integers(room // 2, room, questions))
     return insert(body, facts + answers, np.concatenate([early, late]))
+
+
+def answer_rows(tokens: np.ndarray, phrases: Phrases) -> np.ndarray:
+    """int64 ``[questions * DIGITS]``: the rows of :func:`training_sequence` that predict the digits of its answers."""
+    mark = np.array(phrases.pieces["question_end"], dtype=tokens.dtype)
+    windows = np.lib.stride_tricks.sliding_window_view(tokens, len(mark))
+    ends = np.flatnonzero((windows == mark).all(1)) + len(mark)
+    first = ends + KEY_WORDS + len(phrases.pieces["fact_is"])
+    return (first[:, None] - 1 + np.arange(DIGITS)[None, :]).flatten().astype(np.int64)

@@ -16,7 +16,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from benchmarks.proof.attention import recorded, use
-from benchmarks.proof.evaluate import logits_of, loss_by_position, retrieval, token_losses
+from benchmarks.proof.evaluate import logits_of, loss_by_position, planted, planted_answers, retrieval, token_losses
 from benchmarks.proof.smollm import load_weights
 from benchmarks.proof.tasks import Phrases, training_sequence
 
@@ -31,6 +31,7 @@ class Plan:
         learning_rate: peak; linear warm-up over the first tenth of the steps, then cosine down to a tenth.
         questions: facts planted in the first half of each training sequence and asked for in the second.
         windows: held-out windows of ``length`` for the loss by position.
+        planted: held-out windows with facts planted and asked for as in training.
         retrieval: (task, length, samples) of the retrieval evaluation; each seed draws its own samples.
         sparse: variant whose attention stands for sparse inference in the evaluation of dense runs.
     """
@@ -40,6 +41,7 @@ class Plan:
     learning_rate: float = 3e-4
     questions: int = 24
     windows: int = 8
+    planted: int = 0
     retrieval: tuple[tuple[str, int, int], ...] = ()
     sparse: str = "top-p-0.95"
 
@@ -125,6 +127,10 @@ def evaluate_run(
     for attention in ("dense", sparse):
         found = loss_by_position(model, attention, data.valid, plan.length, plan.windows, device)
         yield {"valid": found, "attention": attention}
+    windows = [planted(data.valid, plan.length, plan.questions, data.phrases, number) for number in range(plan.planted)]
+    windows = [(tokens.to(device), rows.to(device)) for tokens, rows in windows]
+    for attention in ("dense", sparse) if windows else ():
+        yield {"planted": planted_answers(model, attention, windows), "attention": attention}
     for task, length, count in plan.retrieval:
         for attention in ("dense", sparse):
             found = retrieval(model, attention, task, length, count, data.valid, data.phrases, seed, device)

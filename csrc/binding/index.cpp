@@ -32,6 +32,7 @@ ProbeParams probe_params(const Arguments& a, const Tensor& probe_q, const Tensor
     const ScalarType half = scalar_type(p.dtype);
     a.tensor(probe_q, "probe_q", half, {kAny, kAny, kBlock, kAny, kAny});
     a.vectors(probe_q, "probe_q");
+    a.row_stride(probe_q, "probe_q", probe_q.stride(2));
     p.batch = a.int32(probe_q.size(0), "batch");
     p.tiles = a.int32(probe_q.size(1), "tiles");
     p.heads = a.int32(probe_q.size(3), "heads");
@@ -167,6 +168,42 @@ Tensor lines(Tensor mass, Tensor segment, Tensor tie, int64_t documents, int64_t
     return words;
 }
 
+std::tuple<Tensor, Tensor> columns(Tensor probe_q, Tensor k, Tensor probe_blocks, Tensor probe_rows,
+                                   Tensor block_probes, Tensor doc_start, Tensor kv_blocks, double scale,
+                                   Tensor row_max, Tensor row_sum, Tensor segment, Tensor tie, int64_t documents,
+                                   int64_t digit_bits, int64_t mass_rounds, int64_t tie_rounds, int64_t p_num,
+                                   int64_t p_den, int64_t cap, bool all_lines) {
+    const Arguments a("probe_columns", probe_q);
+    check(documents > 0, a.op(), ": documents=", documents, " must be positive");
+    check(mass_rounds > 0, a.op(), ": mass_rounds=", mass_rounds, " must be positive");
+    ProbeColumnsParams all;
+    ProbeParams& p = all.probe;
+    SelectParams& s = all.select;
+    p = probe_params(a, probe_q, k, probe_blocks, probe_rows, block_probes, doc_start, kv_blocks, scale);
+    p.row_max = a.contiguous<float>(row_max, "row_max", ScalarType::Float, {p.batch, p.heads, p.tiles, kBlock});
+    p.row_sum = a.contiguous<int64_t>(row_sum, "row_sum", ScalarType::Long, {p.batch, p.heads, p.tiles, kBlock});
+    s.segment = a.contiguous<int32_t>(segment, "segment", ScalarType::Int, {k.size(1)});
+    s.tie = a.contiguous<int32_t>(tie, "tie", ScalarType::Int, {k.size(1)});
+    s.rows = a.int32(static_cast<int64_t>(p.batch) * p.heads, "batch * heads");
+    s.lines = a.int32(k.size(1), "lines");
+    s.documents = a.int32(documents, "documents");
+    s.all_lines = all_lines;
+    set_round(a, &s, 0, digit_bits, mass_rounds, tie_rounds);
+    s.share_numerator = p_num;
+    s.share_denominator = p_den;
+    s.cap = cap;
+    const DeviceGuard guard(a.device());
+    check_device(a.op(), a.device());
+    const ProbeColumnsPlan plan = plan_probe_columns(all);
+    Tensor words = new_empty(probe_q, {p.batch, p.heads, p.kv_blocks}, ScalarType::Long);
+    Tensor lines = new_empty(probe_q, {p.batch, p.heads, p.blocks}, ScalarType::Long);
+    const Tensor workspace = new_empty(probe_q, {plan.workspace}, ScalarType::Long);
+    s.words = data<int64_t>(words);
+    p.slash_mass = data<int64_t>(lines);
+    probe_columns(all, plan, data<int64_t>(workspace), current_stream(a.device()));
+    return {words, lines};
+}
+
 Tensor pack(Tensor mass, Tensor segment, Tensor tie, Tensor state, bool all_lines) {
     const Arguments a("select_pack", mass);
     SelectParams p = select_params(a, mass, segment, tie, state, all_lines);
@@ -246,6 +283,7 @@ STABLE_TORCH_LIBRARY_IMPL(megatron_mtraining, CUDA, m) {
     m.impl("probe_row_max", TORCH_BOX(&row_max));
     m.impl("probe_row_sum", TORCH_BOX(&row_sum));
     m.impl("probe_mass", TORCH_BOX(&mass));
+    m.impl("probe_columns", TORCH_BOX(&columns));
     m.impl("select_histogram", TORCH_BOX(&histogram));
     m.impl("select_update_", TORCH_BOX(&update));
     m.impl("select_pack", TORCH_BOX(&pack));

@@ -49,10 +49,13 @@ struct Tile {
         const uint32_t even = base + first * D * 2 + ((chunk ^ (first & 7)) << 4);
         const uint32_t odd = even ^ (kStep == 4 ? 64 : 0);
         if (rows == ~uint64_t{0}) {
+            const char* next = from + own;
+            const int64_t jump = static_cast<int64_t>(kStep * stride);
 #pragma unroll
             for (int step = 0; step < kBlock / kStep; ++step) {
                 const uint32_t to = (step % 2 ? odd : even) + step * kStep * D * 2;
-                copy_async(to, from + (own + static_cast<uint32_t>(step * kStep * stride)));
+                copy_async(to, next);
+                next += jump;
             }
         } else {
 #pragma unroll 4

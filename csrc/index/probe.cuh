@@ -17,15 +17,23 @@ constexpr int kHeads = 2;               // of a thread block
 constexpr int kM = 2;                   // 16-row tiles of a warp
 constexpr float kUnit = 4294967296.0f;  // 2^32
 
-template <int D>
+template <int D, Pass kPass>
 struct Shared {
     struct ColumnSums {
         int64_t warp[4][kBlock];
         int64_t total[4];
     };
-    alignas(256) unsigned char q[kHeads][device::Tile<D>::kBytes];
-    alignas(256) unsigned char k[2][device::Tile<D>::kBytes];
-    ColumnSums sums[2];  // pass 3, one for each buffer of k
+    // Two buffers of keys, and the queries until they are in registers. Where masses stay in shared memory there is no
+    // room for the latter: they come first, through the buffers of the keys.
+    static constexpr bool kSharesTiles = kPass == Pass::kSelect;
+    static constexpr int kTiles = kSharesTiles ? 2 : 2 + kHeads;
+    alignas(256) unsigned char tiles[kTiles][device::Tile<D>::kBytes];
+    ColumnSums sums[2];  // of masses, one for each buffer of keys
+
+    __device__ __forceinline__ uint32_t k(int buffer) const { return device::shared_address(tiles[buffer]); }
+    __device__ __forceinline__ uint32_t q(int head) const {
+        return device::shared_address(tiles[kTiles - kHeads + head]);
+    }
 };
 
 // Where a thread block works.
@@ -33,19 +41,18 @@ struct Place {
     int batch, kv_head, first_head, first_block, end_block;
     bool second;  // the second head exists
 
-    __device__ __forceinline__ Place(const ProbeParams& p, int range) {
+    // Pair number `pair` of a batch entry and two heads, the `member`th range of key blocks.
+    __device__ __forceinline__ Place(const ProbeParams& p, int pair, int member, int range) {
         const int group = p.heads / p.kv_heads;
         const int pairs = (group + kHeads - 1) / kHeads;
-        int index = blockIdx.x;
-        const int pair = index % pairs;
-        index /= pairs;
-        kv_head = index % p.kv_heads;
-        index /= p.kv_heads;
-        batch = index % p.batch;
-        first_block = index / p.batch * range;
+        const int in_group = pair % pairs;
+        pair /= pairs;
+        kv_head = pair % p.kv_heads;
+        batch = pair / p.kv_heads;
+        first_block = member * range;
         end_block = min(first_block + range, p.kv_blocks);
-        first_head = kv_head * group + pair * kHeads;
-        second = pair * kHeads + 1 < group;
+        first_head = kv_head * group + in_group * kHeads;
+        second = in_group * kHeads + 1 < group;
     }
 
     // Query head `which` of the thread block; without a second one the first is computed twice and stored once.
@@ -98,8 +105,11 @@ template <typename T, int D, Pass kPass>
 struct Probe {
     using Tile = device::Tile<D>;
 
+    using SharedMemory = Shared<D, kPass>;
+    static constexpr bool kMasses = kPass == Pass::kMass || kPass == Pass::kSelect;
+
     const ProbeParams& p;
-    Shared<D>& shared;
+    SharedMemory& shared;
     const Place place;
     const int lane, warp, first_row;
     const int which;  // head of this warp within the thread block
@@ -109,8 +119,12 @@ struct Probe {
     float maximum[kM][2];  // pass 1: so far; else: of the row, +inf where it is no probe
     double factor[kM][2];  // pass 3: 2^32 / row sum
     double sum[kM][2];     // pass 2: exact, below 2^53
+    // Masses of the columns of place.first_block ... and of the slash lines: of the first head, and how far the
+    // second's are from it.
+    int64_t* column_mass = nullptr;
+    int64_t column_stride = 0;
 
-    __device__ Probe(const ProbeParams& params, Shared<D>& smem, const Place& where)
+    __device__ Probe(const ProbeParams& params, SharedMemory& smem, const Place& where)
         : p(params),
           shared(smem),
           place(where),
@@ -131,21 +145,19 @@ struct Probe {
         for (int h = 0; h < kHeads; ++h) {
             const T* source = static_cast<const T*>(p.probe_q.data) + place.batch * p.probe_q.batch_stride +
                               tile * p.tile_stride + place.head(h) * p.probe_q.head_stride;
-            Tile::template copy<kThreads>(device::shared_address(shared.q[h]), source, p.probe_q.row_stride,
-                                          device::kAllRows, threadIdx.x);
+            Tile::template copy<kThreads>(shared.q(h), source, p.probe_q.row_stride, device::kAllRows, threadIdx.x);
         }
     }
 
     __device__ __forceinline__ void copy_keys(int buffer, int block) {
         const T* source = static_cast<const T*>(p.k.data) + place.batch * p.k.batch_stride +
                           place.kv_head * p.k.head_stride + static_cast<int64_t>(block) * kBlock * p.k.row_stride;
-        Tile::template copy<kThreads>(device::shared_address(shared.k[buffer]), source, p.k.row_stride,
-                                      device::kAllRows, threadIdx.x);
+        Tile::template copy<kThreads>(shared.k(buffer), source, p.k.row_stride, device::kAllRows, threadIdx.x);
         device::copy_async_commit();
     }
 
     __device__ __forceinline__ void begin_tile(int tile) {
-        const uint32_t base = Tile::lane_address(device::shared_address(shared.q[which]), lane);
+        const uint32_t base = Tile::lane_address(shared.q(which), lane);
 #pragma unroll
         for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -164,7 +176,7 @@ struct Probe {
                     const float known = p.row_max[entry(tile, row)];
                     maximum[m][r] = probe ? known : -device::negative_infinity();
                 }
-                if constexpr (kPass == Pass::kMass) {
+                if constexpr (kMasses) {
                     const int64_t total = p.row_sum[entry(tile, row)];
                     factor[m][r] = total > 0 ? __ddiv_rn(4294967296.0, static_cast<double>(total)) : 0.0;
                 }
@@ -172,7 +184,7 @@ struct Probe {
     }
 
     __device__ __forceinline__ void score(float (&s)[kM][8][4], int buffer, bool diagonal) {
-        const uint32_t k = Tile::lane_address_b(device::shared_address(shared.k[buffer]), lane);
+        const uint32_t k = Tile::lane_address_b(shared.k(buffer), lane);
 #pragma unroll
         for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -281,17 +293,17 @@ struct Probe {
         const int h = threadIdx.x / kBlock, column = threadIdx.x % kBlock;
         if (h == 1 && !place.second) return;
         const auto& sums = shared.sums[buffer];
-        const int64_t row = static_cast<int64_t>(place.batch) * p.heads + place.head(h);
-        p.column_mass[row * p.kv_blocks * kBlock + static_cast<int64_t>(block) * kBlock + column] +=
+        column_mass[h * column_stride + (block - place.first_block) * kBlock + column] +=
             sums.warp[2 * h][column] + sums.warp[2 * h + 1][column];
         if (column == 0) {
+            const int64_t row = static_cast<int64_t>(place.batch) * p.heads + place.head(h);
             atomicAdd(reinterpret_cast<unsigned long long*>(p.slash_mass) + row * p.blocks + line,
                       static_cast<unsigned long long>(sums.total[2 * h] + sums.total[2 * h + 1]));
         }
     }
 
     __device__ __forceinline__ void end_tile(int tile) {
-        if constexpr (kPass == Pass::kMass) return;
+        if constexpr (kMasses) return;
         const int first = __ldg(p.probe_rows + 2 * tile), end = __ldg(p.probe_rows + 2 * tile + 1);
 #pragma unroll
         for (int m = 0; m < kM; ++m)
@@ -315,21 +327,21 @@ struct Probe {
                 }
             }
     }
-};
-
-template <typename T, int D, Pass kPass>
-__global__ void __launch_bounds__(kThreads, 2) probe_kernel(const __grid_constant__ ProbeParams p, int range) {
-    extern __shared__ __align__(256) unsigned char dynamic_shared[];
-    auto& shared = *reinterpret_cast<Shared<D>*>(dynamic_shared);
-    const Place place(p, range);
-    Probe<T, D, kPass> probe(p, shared, place);
-    int first_tile = p.tiles, end_tile = 0;
-    for (int j = place.first_block; j < place.end_block; ++j) {
-        const int block = __ldg(p.kv_table + j);
-        first_tile = min(first_tile, __ldg(p.block_probes + 2 * block));
-        end_tile = max(end_tile, __ldg(p.block_probes + 2 * block + 1));
+    // All tiles and key blocks of the thread block.
+    __device__ __forceinline__ void walk() {
+        // Probe tiles that meet any of the key blocks: every warp looks at all of these.
+        int first_tile = p.tiles, end_tile = 0;
+        for (int j = place.first_block + lane; j < place.end_block; j += 32) {
+            const int block = __ldg(p.kv_table + j);
+            first_tile = min(first_tile, __ldg(p.block_probes + 2 * block));
+            end_tile = max(end_tile, __ldg(p.block_probes + 2 * block + 1));
+        }
+        first_tile = __reduce_min_sync(0xffffffffu, first_tile);
+        end_tile = __reduce_max_sync(0xffffffffu, end_tile);
+        for (int tile = first_tile; tile < end_tile; ++tile) walk_tile(tile);
     }
-    for (int tile = first_tile; tile < end_tile; ++tile) {
+
+    __device__ __forceinline__ void walk_tile(int tile) {
         const int probe_block = __ldg(p.probe_blocks + tile);
         const int document = __ldg(p.doc_start + probe_block);
         // The next key block from `j` on that the tile meets.
@@ -341,55 +353,79 @@ __global__ void __launch_bounds__(kThreads, 2) probe_kernel(const __grid_constan
             }
             return j;
         };
+        const auto store = [&](int buffer, int j) {
+            store_masses(buffer, j, document + probe_block - __ldg(p.kv_table + j));
+        };
         int j = next(place.first_block);
-        if (j >= place.end_block) continue;
-        probe.copy_queries(tile);
-        probe.copy_keys(0, j);
+        if (j >= place.end_block) return;
+        copy_queries(tile);
+        if (SharedMemory::kSharesTiles) {
+            device::copy_async_commit();
+        } else {
+            copy_keys(0, j);
+        }
         device::copy_async_wait<0>();
         __syncthreads();
-        probe.begin_tile(tile);
-        int previous = -1;
-        for (int buffer = 0; j < place.end_block; buffer ^= 1) {
+        begin_tile(tile);
+        if (SharedMemory::kSharesTiles) {
+            __syncthreads();  // everyone has the queries
+            copy_keys(0, j);
+        }
+        int previous = -1, buffer = 0;
+        for (; j < place.end_block; buffer ^= 1) {
             const int following = next(j + 1);
             device::copy_async_wait<0>();
             __syncthreads();  // keys j have landed; everyone is done with the other buffer
-            if (following < place.end_block) probe.copy_keys(buffer ^ 1, following);
-            if constexpr (kPass == Pass::kMass) {
-                if (previous >= 0) {
-                    const int block = __ldg(p.kv_table + previous);
-                    probe.store_masses(buffer ^ 1, previous, document + probe_block - block);
-                }
-            }
-            probe.visit(buffer, __ldg(p.kv_table + j) == probe_block);
+            if (following < place.end_block) copy_keys(buffer ^ 1, following);
+            if (kMasses && previous >= 0) store(buffer ^ 1, previous);
+            visit(buffer, __ldg(p.kv_table + j) == probe_block);
             previous = j;
             j = following;
-            if constexpr (kPass == Pass::kMass) {
-                if (j >= place.end_block) {
-                    __syncthreads();
-                    const int block = __ldg(p.kv_table + previous);
-                    probe.store_masses(buffer, previous, document + probe_block - block);
-                }
-            }
         }
-        probe.end_tile(tile);
+        if (kMasses) {
+            __syncthreads();
+            store(buffer ^ 1, previous);
+        }
+        end_tile(tile);
         __syncthreads();
     }
+};
+
+template <typename T, int D, Pass kPass>
+__global__ void __launch_bounds__(kThreads, 2)
+    probe_kernel(const __grid_constant__ ProbeParams p, int pairs, int range) {
+    extern __shared__ __align__(256) unsigned char dynamic_shared[];
+    const Place place(p, blockIdx.x % pairs, blockIdx.x / pairs, range);
+    Probe<T, D, kPass> probe(p, *reinterpret_cast<Shared<D, kPass>*>(dynamic_shared), place);
+    if constexpr (kPass == Pass::kMass) {
+        const int64_t row = static_cast<int64_t>(place.batch) * p.heads + place.first_head;
+        probe.column_stride = static_cast<int64_t>(p.kv_blocks) * kBlock;
+        probe.column_mass =
+            p.column_mass + row * probe.column_stride + static_cast<int64_t>(place.first_block) * kBlock;
+    }
+    probe.walk();
+}
+
+// Pairs of a batch entry and two heads of a group.
+inline int64_t pair_count(const ProbeParams& p) {
+    const int pairs = (p.heads / p.kv_heads + kHeads - 1) / kHeads;
+    return static_cast<int64_t>(p.batch) * p.kv_heads * pairs;
 }
 
 template <typename T, int D, Pass kPass>
 void launch(const ProbeParams& p, cudaStream_t stream) {
-    constexpr int kShared = sizeof(Shared<D>);
+    constexpr int kShared = sizeof(Shared<D, kPass>);
     const auto kernel = probe_kernel<T, D, kPass>;
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared), "probe set-up");
-    const int pairs = (p.heads / p.kv_heads + kHeads - 1) / kHeads;
-    const int64_t rows = static_cast<int64_t>(p.batch) * p.kv_heads * pairs;
+    const int64_t pairs = pair_count(p);
     // Long ranges load the queries less often, short ones fill the device: aim at about four rounds of thread blocks.
     constexpr int64_t kThreadBlocks = 1024, kLongestRange = 32;
-    int64_t range = rows * p.kv_blocks / kThreadBlocks;
+    int64_t range = pairs * p.kv_blocks / kThreadBlocks;
     range = range < 1 ? 1 : (range > kLongestRange ? kLongestRange : range);
-    const int64_t grid = rows * ((p.kv_blocks + range - 1) / range);
+    const int64_t grid = pairs * ((p.kv_blocks + range - 1) / range);
     check(grid <= 0x7fffffff, "probe: batch * heads * key blocks is too large");
-    kernel<<<static_cast<unsigned>(grid), kThreads, kShared, stream>>>(p, static_cast<int>(range));
+    kernel<<<static_cast<unsigned>(grid), kThreads, kShared, stream>>>(p, static_cast<int>(pairs),
+                                                                       static_cast<int>(range));
     check_cuda(cudaGetLastError(), "probe");
 }
 

@@ -1,8 +1,12 @@
-#include "index/probe.cuh"
+#include "index/probe_columns.cuh"
 
-template void mtraining::probe::launch<__nv_bfloat16, 64, mtraining::probe::Pass::kMax>(const ProbeParams&,
-                                                                                        cudaStream_t);
-template void mtraining::probe::launch<__nv_bfloat16, 64, mtraining::probe::Pass::kSum>(const ProbeParams&,
-                                                                                        cudaStream_t);
-template void mtraining::probe::launch<__nv_bfloat16, 64, mtraining::probe::Pass::kMass>(const ProbeParams&,
-                                                                                         cudaStream_t);
+namespace mtraining::probe {
+
+template void launch<__nv_bfloat16, 64, Pass::kMax>(const ProbeParams&, cudaStream_t);
+template void launch<__nv_bfloat16, 64, Pass::kSum>(const ProbeParams&, cudaStream_t);
+template void launch<__nv_bfloat16, 64, Pass::kMass>(const ProbeParams&, cudaStream_t);
+template SelectRoom select_room<__nv_bfloat16, 64>(bool);
+template void select_launch<__nv_bfloat16, 64>(const ProbeColumnsParams&, const ProbeColumnsPlan&, int, unsigned*,
+                                               cudaStream_t);
+
+}  // namespace mtraining::probe

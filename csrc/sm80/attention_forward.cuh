@@ -7,7 +7,7 @@
 
 #include "mtraining/check.h"
 #include "sm80/epilogue.cuh"
-#include "sm80/work_list.cuh"
+#include "sm80/query_scan.cuh"
 
 namespace mtraining::sm80 {
 
@@ -29,7 +29,7 @@ struct ForwardShared {
     alignas(256) unsigned char q[device::Tile<Config::D>::kBytes];
     alignas(256) unsigned char k[device::Tile<Config::D>::kBytes];
     alignas(256) unsigned char v[device::Tile<Config::D>::kBytes];
-    WorkList<Config::kWarps> list;
+    QueryList<Config::kWarps> list;
     TileSource<typename Config::T> k_source[2], v_source[2];  // [1]: columns
 };
 
@@ -77,7 +77,7 @@ struct Forward {
 
     __device__ __forceinline__ void copy_tile(unsigned char* to, const TileSource<T> (&source)[2], int slot) {
         const uint32_t code = shared.list.code[slot];
-        source[Item::columns(code)].template copy<D, kThreads>(to, code, shared.list.mask[slot]);
+        source[Item::columns(code)].template copy<D, kThreads>(to, code, Item::rows(code, p.shape.columns));
         device::copy_async_commit();
     }
 
@@ -211,7 +211,7 @@ struct Forward {
             __syncthreads();
             if (more) copy_k(t + 1);
             const uint32_t code = shared.list.code[t];
-            const uint64_t mask = shared.list.mask[t];
+            const uint64_t mask = shared.list.mask(t);
             if (Item::diagonal(code) || mask != device::kAllRows) apply_mask(s, Item::diagonal(code), mask);
             update_maximum(s, scale_log2);
             accumulate(s, scale_log2);

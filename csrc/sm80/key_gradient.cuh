@@ -8,7 +8,7 @@
 
 namespace mtraining::sm80 {
 
-template <typename Config>
+template <typename Config, bool kColumns>
 struct KeyGradShared {
     struct Stage {
         alignas(256) unsigned char q[device::Tile<Config::D>::kBytes];
@@ -19,7 +19,7 @@ struct KeyGradShared {
     alignas(256) unsigned char k[device::Tile<Config::D>::kBytes];
     alignas(256) unsigned char v[device::Tile<Config::D>::kBytes];
     Stage stages[2];
-    WorkList<Config::kWarps> list;
+    KeyList<Config::kWarps, kColumns> list;
     int32_t column_block[kBlock];
     TileSource<typename Config::T> q_source, dout_source;
     const float* lse;  // of the first head of the group
@@ -55,7 +55,7 @@ struct KeyGrad {
     using T = typename Config::T;
     static constexpr int D = Config::D;
     using Tile = device::Tile<D>;
-    using Shared = KeyGradShared<Config>;
+    using Shared = KeyGradShared<Config, kColumns>;
 
     const KeyGradParams& p;
     Shared& shared;
@@ -140,7 +140,7 @@ struct KeyGrad {
             s[n][3] = device::exp2_fast(fmaf(s[n][3], scale_log2, -high));
         }
         const uint32_t code = shared.list.code[slot];
-        const uint64_t mask = shared.list.mask[slot];
+        const uint64_t mask = shared.list.mask(slot);
         if (Item::diagonal(code) || mask != device::kAllRows) apply_mask(s, Item::diagonal(code), mask);
         product_add<T, D>(dv, s, Tile::lane_address(dout, lane));
         float dp[8][4];
@@ -202,7 +202,7 @@ template <typename Config, bool kColumns>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     key_gradient_kernel(const __grid_constant__ KeyGradParams p) {
     extern __shared__ __align__(256) unsigned char dynamic_shared[];
-    auto& shared = *reinterpret_cast<KeyGradShared<Config>*>(dynamic_shared);
+    auto& shared = *reinterpret_cast<KeyGradShared<Config, kColumns>*>(dynamic_shared);
     const KeyPlace<kColumns> place(p.shape, blockIdx.x);
     KeyGrad<Config, kColumns> work(p, shared);
     const uint64_t rows = work.begin(place);
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
 template <typename T, int D, bool kColumns>
 void launch_key_gradient(const KeyGradParams& p, cudaStream_t stream) {
     using Config = BackwardConfig<T, D>;
-    constexpr int kShared = sizeof(KeyGradShared<Config>);
+    constexpr int kShared = sizeof(KeyGradShared<Config, kColumns>);
     const auto kernel = key_gradient_kernel<Config, kColumns>;
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared),
                "key_gradient (sm_80) set-up");

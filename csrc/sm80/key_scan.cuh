@@ -5,10 +5,15 @@
 
 namespace mtraining::sm80 {
 
+// A column tile has a mask for every query block, and takes long to find it.
+template <int kWarps, bool kColumns>
+using KeyList = WorkList<kWarps, kColumns ? 256 : 1024, kColumns ? 512 : 0>;
+
 // kColumns: the tile is 64 columns of one query head; otherwise a key block shared by the query heads of a group.
 template <int kWarps, bool kColumns>
 struct KeyScan {
-    using List = WorkList<kWarps>;
+    using List = KeyList<kWarps, kColumns>;
+    static constexpr int kUnroll = List::kUnroll;
 
     SlashBits bits;  // of the first query head of the group
     const Mask& mask;
@@ -36,36 +41,36 @@ struct KeyScan {
 
 private:
     __device__ __forceinline__ int scan(List& list, int count) {
-        constexpr int kUnroll = List::kUnroll;
         const int first = position + (threadIdx.x / 32) * 32 * kUnroll + threadIdx.x % 32;
-        bool active[kUnroll];
-        uint32_t codes[kUnroll];
-        uint64_t masks[kUnroll];
+        int member[kUnroll], q_block[kUnroll], block[kUnroll], document[kUnroll];
+        const Divider heads(q_blocks);
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u) {
-            const int e = first + 32 * u;
-            active[u] = false;
-            codes[u] = 0;
-            masks[u] = 0;
-            if (e < candidates) {
-                const int member = e / q_blocks;
-                const int q_block = e - member * q_blocks;
-                const int block = __ldg(mask.q_blocks + q_block);
-                const int document = __ldg(mask.doc_start + block);
-                const int64_t* row = bits.row(mask, member, q_block);
-                masks[u] = kColumns ? allowed_columns(row, block, document)
-                                    : (allowed_block(row, block, document) ? device::kAllRows : 0);
-                active[u] = masks[u] != 0;
-                codes[u] = Item::encode(q_block, member, !kColumns && block == key_block, kColumns);
+            heads.split(min(first + 32 * u, candidates - 1), &member[u], &q_block[u]);
+            block[u] = __ldg(mask.q_blocks + q_block[u]);
+        }
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) document[u] = __ldg(mask.doc_start + block[u]);
+        uint64_t masks[kUnroll];  // kColumns
+        uint32_t active = 0;
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) {
+            const bool valid = first + 32 * u < candidates;
+            const int64_t* row = bits.row(mask, member[u], q_block[u]);
+            if constexpr (kColumns) {
+                masks[u] = valid ? allowed_columns(row, block[u], document[u]) : 0;
+                active |= masks[u] != 0 ? 1u << u : 0;
+            } else {
+                const bool reached = valid && key_block <= block[u] && key_block >= document[u];
+                const int bit = SlashBits::bit(mask, block[u], document[u], block[u] - key_block);
+                active |= test_bit(row, bit, reached) ? 1u << u : 0;
             }
         }
-        position += kListStep;
-        return list.append(count, active, codes, masks);
-    }
-
-    __device__ __forceinline__ bool allowed_block(const int64_t* row, int block, int document) const {
-        return key_block <= block && key_block >= document &&
-               test_bit(row, SlashBits::bit(mask, block, document, block - key_block));
+        position += List::kStep;
+        return list.template append<kUnroll>(count, active, [&](int slot, int u) {
+            list.code[slot] = Item::encode(q_block[u], member[u], !kColumns && block[u] == key_block, kColumns);
+            if constexpr (kColumns) list.masks[slot % List::kMasks] = masks[u];
+        });
     }
 
     __device__ __forceinline__ uint64_t allowed_columns(const int64_t* row, int block, int document) const {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "sm80/backward_common.cuh"
+#include "sm80/query_scan.cuh"
 
 namespace mtraining::sm80 {
 
@@ -13,7 +14,7 @@ struct QueryGradShared {
         alignas(256) unsigned char v[device::Tile<Config::D>::kBytes];
     };
     Stage stages[2];
-    WorkList<Config::kWarps> list;
+    QueryList<Config::kWarps> list;
     TileSource<typename Config::T> k_source[2], v_source[2];  // [1]: columns
 };
 
@@ -76,11 +77,11 @@ struct QueryGrad {
 
     __device__ __forceinline__ void copy_tiles(int slot) {
         const uint32_t code = shared.list.code[slot];
-        const uint64_t mask = shared.list.mask[slot];
+        const uint64_t rows = Item::rows(code, p.shape.columns);
         auto& stage = shared.stages[slot % 2];
         const bool columns = Item::columns(code);
-        shared.k_source[columns].template copy<D, Config::kThreads>(stage.k, code, mask);
-        shared.v_source[columns].template copy<D, Config::kThreads>(stage.v, code, mask);
+        shared.k_source[columns].template copy<D, Config::kThreads>(stage.k, code, rows);
+        shared.v_source[columns].template copy<D, Config::kThreads>(stage.v, code, rows);
         device::copy_async_commit();
     }
 
@@ -106,7 +107,7 @@ struct QueryGrad {
         float s[8][4];
         product(s, q, Tile::lane_address_b(k, lane));
         const uint32_t code = shared.list.code[slot];
-        const uint64_t mask = shared.list.mask[slot];
+        const uint64_t mask = shared.list.mask(slot);
         if (Item::diagonal(code) || mask != device::kAllRows) apply_mask(s, Item::diagonal(code), mask);
         // No branch from here on: the exponentials fill the gaps between the products of dP.
 #pragma unroll

@@ -20,6 +20,29 @@ struct Item {
     __device__ static __forceinline__ bool columns(uint32_t code) { return code & 2; }
     __device__ static __forceinline__ int index(uint32_t code) { return (code >> 2) & ((1 << kIndexBits) - 1); }
     __device__ static __forceinline__ int group(uint32_t code) { return code >> (kIndexBits + 2); }
+    // Rows of the tile that exist, of `columns` slots: copies do not pick the rows that take part, as a whole tile is
+    // copied by fewer instructions. The other slots hold finite values (docs/kernels.md).
+    __device__ static __forceinline__ uint64_t rows(uint32_t code, int slots) {
+        const int left = slots - index(code) * kBlock;
+        return columns(code) && left < kBlock ? (uint64_t{1} << left) - 1 : device::kAllRows;
+    }
+};
+
+// Quotient and remainder by a divisor that is the same for many numbers.
+struct Divider {
+    uint32_t divisor, factor;
+
+    __device__ __forceinline__ explicit Divider(int by) : divisor(by), factor(0xffffffffu / divisor) {}
+    __device__ __forceinline__ void split(int number, int* quotient, int* remainder) const {
+        uint32_t q = __umulhi(number, factor);  // the quotient or one less
+        uint32_t r = number - q * divisor;
+        if (r >= divisor) {
+            ++q;
+            r -= divisor;
+        }
+        *quotient = static_cast<int>(q);
+        *remainder = static_cast<int>(r);
+    }
 };
 
 // Where the tiles of one operand lie: kept in shared memory, so that no register holds it while tiles are worked off.
@@ -63,57 +86,74 @@ struct QueryPlace {
     }
 };
 
-constexpr int kListCapacity = 448;
-constexpr int kListStep = 256;  // candidates tested at once; the list always has room for one step
-
-template <int kWarps>
+// The tiles that are worked off next. kStep candidates are tested at once: their loads are in flight together, which is
+// what a scan waits for. There is always room for one step.
+template <int kWarps_, int kStep_, int kMasks_>
 struct WorkList {
-    static constexpr int kUnroll = kListStep / (32 * kWarps);
+    static constexpr int kWarps = kWarps_;
+    static constexpr int kStep = kStep_;
+    static constexpr int kUnroll = kStep / (32 * kWarps);  // candidates of a thread in a step
+    static constexpr int kCapacity = kStep + 256;
+    static constexpr int kMasks = kMasks_;  // column entries in the list at a time
+    static_assert(kUnroll <= 32);
 
-    uint64_t mask[kListCapacity];  // bit c: column c of the tile takes part (slash tiles: all ones)
-    uint32_t code[kListCapacity];
+    uint64_t masks[kMasks > 0 ? kMasks : 1];  // of the entry in slot % kMasks, if it has columns: those that take part
+    uint32_t code[kCapacity];
     int32_t warp_count[kWarps];
 
-    __device__ static __forceinline__ bool has_room(int count) { return count <= kListCapacity - kListStep; }
+    __device__ static __forceinline__ bool has_room(int count) { return count <= kCapacity - kStep; }
 
-    // Appends the active candidates in the order (warp, unroll, lane); returns the new count. All threads call it.
-    __device__ __forceinline__ int append(int count, const bool (&active)[kUnroll], const uint32_t (&codes)[kUnroll],
-                                          const uint64_t (&masks)[kUnroll]) {
+    // Bit c: column c of the tile takes part.
+    __device__ __forceinline__ uint64_t mask(int slot) const {
+        if constexpr (kMasks > 0) {
+            if (Item::columns(code[slot])) return masks[slot % kMasks];
+        }
+        return device::kAllRows;
+    }
+
+    // Appends candidates in the order (warp, bit, lane), bit u of `active` saying whether this thread's candidate u is
+    // one; store(slot, u) writes it. Returns the new count. All threads call it.
+    template <int kBits, typename Store>
+    __device__ __forceinline__ int append(int count, uint32_t active, const Store& store) {
         const int lane = threadIdx.x % 32;
-        const int warp = threadIdx.x / 32;
-        uint32_t votes[kUnroll];
+        uint32_t votes[kBits];
         int own = 0;
 #pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
-            votes[u] = __ballot_sync(0xffffffffu, active[u]);
+        for (int u = 0; u < kBits; ++u) {
+            votes[u] = __ballot_sync(0xffffffffu, (active >> u) & 1);
             own += __popc(votes[u]);
         }
-        if (lane == 0) warp_count[warp] = own;
-        __syncthreads();
-        int position = count;
+        int position = reserve(&count, own);
 #pragma unroll
-        for (int w = 0; w < kWarps; ++w) {
-            const int other = warp_count[w];
-            if (w < warp) position += other;
-            count += other;
-        }
-#pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
-            if (active[u]) {
-                const int slot = position + __popc(votes[u] & ((1u << lane) - 1));
-                code[slot] = codes[u];
-                mask[slot] = masks[u];
-            }
+        for (int u = 0; u < kBits; ++u) {
+            if ((active >> u) & 1) store(position + __popc(votes[u] & ((1u << lane) - 1)), u);
             position += __popc(votes[u]);
         }
         __syncthreads();
         return count;
     }
+
+    // Where a warp's `own` entries begin behind `count` others; adds those of all warps to it. All threads call it.
+    __device__ __forceinline__ int reserve(int* count, int own) {
+        const int warp = threadIdx.x / 32;
+        if (threadIdx.x % 32 == 0) warp_count[warp] = own;
+        __syncthreads();
+        int position = *count;
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) {
+            const int other = warp_count[w];
+            if (w < warp) position += other;
+            *count += other;
+        }
+        return position;
+    }
 };
 
-// Bit `position` of a row of the bitmap.
-__device__ __forceinline__ bool test_bit(const int64_t* words, int position) {
-    return (static_cast<uint64_t>(__ldg(words + (position >> 6))) >> (position & 63)) & 1;
+// Bit `position` of a row of the bitmap; false where `valid` is not. No branch, so that many are loaded together.
+__device__ __forceinline__ bool test_bit(const int64_t* words, int position, bool valid = true) {
+    const uint32_t* parts = reinterpret_cast<const uint32_t*>(words);
+    const uint32_t part = __ldg(parts + (valid ? position >> 5 : 0));
+    return valid && ((part >> (position & 31)) & 1);
 }
 
 // The rows of the bitmap that the query blocks of some heads look into.
@@ -133,116 +173,6 @@ struct SlashBits {
     // The bit of a key block `distance` before a query block, whose document begins at block `document`.
     __device__ static __forceinline__ int bit(const Mask& mask, int block, int document, int distance) {
         return mask.row_lists ? block - distance : document + distance;
-    }
-};
-
-// The key blocks and column tiles that one query block meets, in table order, columns last.
-template <int kWarps>
-struct QueryScan {
-    using List = WorkList<kWarps>;
-
-    const Mask& mask;
-    const int64_t* words;      // slash bits of this query block
-    const int32_t* kv_blocks;  // [chunks * kv_blocks]
-    const int32_t* columns;    // column list of (batch, head)
-    int block;                 // global query block
-    int document;              // its first block
-    int candidates;            // chunks * kv_blocks
-    int chunk_blocks;
-    int column_count;
-    int position;  // candidates tested, then candidates + column tiles tested
-
-    __device__ QueryScan(const Shape& shape, const Mask& mask, int batch_head, int q_block, int start)
-        : mask(mask),
-          words(SlashBits(shape, mask, batch_head).row(mask, 0, q_block)),
-          kv_blocks(mask.kv_blocks),
-          columns(mask.column_list + static_cast<int64_t>(batch_head) * shape.columns),
-          block(__ldg(mask.q_blocks + q_block)),
-          document(__ldg(mask.doc_start + block)),
-          candidates(shape.chunks * shape.kv_blocks),
-          chunk_blocks(shape.kv_blocks),
-          column_count(shape.columns),
-          position(start) {}
-
-    __device__ __forceinline__ int column_tiles() const { return (column_count + kBlock - 1) / kBlock; }
-
-    // Refills the list from its beginning and moves `position` on; 0 when nothing is left. All threads call it. Works
-    // the place out anew, so that only the position stays in a register while the tiles are worked off.
-    __device__ static __forceinline__ int fill(List& list, const Shape& shape, const Mask& mask, int& position) {
-        const QueryPlace place(shape, device::block_index());
-        QueryScan scan(shape, mask, place.batch * shape.heads + place.head, place.q_block, position);
-        const int count = scan.fill(list);
-        position = scan.position;
-        return count;
-    }
-
-private:
-    __device__ __forceinline__ int fill(List& list) {
-        int count = 0;
-        while (position < candidates && List::has_room(count)) count = scan_slash(list, count);
-        const int end = candidates + column_tiles();
-        if (position >= candidates) {
-            while (position < end && List::has_room(count)) count = scan_columns(list, count);
-        }
-        return count;
-    }
-
-    __device__ __forceinline__ int scan_slash(List& list, int count) {
-        constexpr int kUnroll = List::kUnroll;
-        const int first = position + (threadIdx.x / 32) * 32 * kUnroll + threadIdx.x % 32;
-        int distance[kUnroll];
-        bool active[kUnroll];
-        uint32_t codes[kUnroll];
-        uint64_t masks[kUnroll];
-#pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
-            const int e = first + 32 * u;
-            // Beyond the table: a distance that no test passes.
-            distance[u] = e < candidates ? block - __ldg(kv_blocks + e) : -1;
-        }
-#pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
-            // At or before the query block and not before its document: the same document.
-            active[u] = distance[u] >= 0 && distance[u] <= block - document;
-            if (active[u]) active[u] = test_bit(words, SlashBits::bit(mask, block, document, distance[u]));
-        }
-#pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
-            const int e = first + 32 * u;
-            const int chunk = active[u] ? e / chunk_blocks : 0;
-            codes[u] = Item::encode(e - chunk * chunk_blocks, chunk, distance[u] == 0, false);
-            masks[u] = device::kAllRows;
-        }
-        position = min(position + kListStep, candidates);
-        return list.append(count, active, codes, masks);
-    }
-
-    // A warp looks at one tile of 64 columns at a time.
-    __device__ __forceinline__ int scan_columns(List& list, int count) {
-        constexpr int kUnroll = List::kUnroll;
-        const int lane = threadIdx.x % 32;
-        const int first = position - candidates + (threadIdx.x / 32) * kUnroll;
-        bool active[kUnroll];
-        uint32_t codes[kUnroll];
-        uint64_t masks[kUnroll];
-#pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
-            const int slot = (first + u) * kBlock + lane;
-            const uint32_t low = __ballot_sync(0xffffffffu, allowed(slot));
-            const uint32_t high = __ballot_sync(0xffffffffu, allowed(slot + 32));
-            masks[u] = (static_cast<uint64_t>(high) << 32) | low;
-            active[u] = lane == 0 && masks[u] != 0;
-            codes[u] = Item::encode(first + u, 0, false, true);
-        }
-        position += kUnroll * kWarps;
-        return list.append(count, active, codes, masks);
-    }
-
-    __device__ __forceinline__ bool allowed(int slot) const {
-        if (slot >= column_count) return false;
-        const int column = __ldg(columns + slot);
-        const int distance = block - (column >> 6);  // column -1: beyond the count
-        return column >= 0 && distance > 0 && distance <= block - document && !test_bit(words, document + distance);
     }
 };
 

@@ -1,4 +1,4 @@
-"""The guard: a layer whose index misses too much attention, or keeps too much of it, goes dense; logged, never silent.
+"""The guard: a layer or head whose index misses too much attention, or keeps too much of it, goes dense; logged, never silent.
 
 Recall and density of every call are compared with the user's bounds on the device, and the words of the index are chosen
 there too, so nothing waits for the host. What happened is counted on the device and read when Megatron logs.
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mtraining.config import MTrainingConfig
+from megatron_mtraining.config import MAX_PROBE_SEGMENTS, MTrainingConfig
 from megatron_mtraining.index import VerticalSlashIndex
 from megatron_mtraining.layout import Layout
 from megatron_mtraining.recall import probe_recall
@@ -24,6 +24,7 @@ from .errors import RefusedError
 from .options import option_name, require_lines
 
 ACTIONS = ("dense", "stop")
+SCOPES = ("layer", "head")
 
 
 @dataclass
@@ -31,7 +32,7 @@ class LayerCounts:
     """What a layer's guard saw since the last report, on the device.
 
     Attributes:
-        counts: int64 ``[2]``: calls, and those that went dense.
+        counts: int64 ``[2]``: calls (of heads, where each is judged for itself), and those that went dense.
         extremes: fp64 ``[2]``: lowest recall and highest density.
     """
 
@@ -47,12 +48,17 @@ class Guard:
         recall: a call goes dense if the recall of any sample, head and document is below; None: not watched.
         density: a call goes dense if the mean density of its heads is above; None: not watched.
         action: ``dense``, or ``stop``: the step is done densely and the run then ends.
+        scope: what goes dense: the ``layer``, or every ``head`` (and sample) for itself, by its own recall.
+        segments: the recall is that of the rows at the ends of so many parts of each document, if the index was not
+            estimated from more: rows that did not choose the index.
         seen: by layer, from 0.
     """
 
     recall: float | None = None
     density: float | None = None
     action: str = "dense"
+    scope: str = "layer"
+    segments: int = 1
     seen: dict[int, LayerCounts] = field(default_factory=dict)
 
     @torch.compiler.disable
@@ -70,7 +76,7 @@ class Guard:
         softmax_scale: float | None,
         layer: int | None,
     ) -> VerticalSlashIndex:
-        """The index if it keeps the bounds, every line if not. All ranks of the layer decide alike.
+        """The index where it keeps the bounds, every line where not. All ranks of the layer decide alike.
 
         Args:
             q: ``[batch, local_seq, heads, head_dim]``, queries in the order of ``layout``.
@@ -81,21 +87,32 @@ class Guard:
             layer: to count for, from 0; None: not counted (evaluation).
         """
         density = index.density()
-        recall = torch.ones_like(density)
+        recall = density.new_ones(index.slash_words.shape[:2])
         if self.recall is not None:
+            segments = max(self.segments, config.probe_segments)
             recall = probe_recall(
-                q, k, index, config=config, layout=layout, cp_group=cp_group, softmax_scale=softmax_scale
-            ).amin()
+                q,
+                k,
+                index,
+                config=config,
+                layout=layout,
+                cp_group=cp_group,
+                softmax_scale=softmax_scale,
+                segments=segments,
+            ).amin(-1)
+        if self.scope == "layer":
+            recall = recall.amin()
         tripped = recall < (0.0 if self.recall is None else self.recall)
         if self.density is not None:
             tripped = tripped | (density > self.density)
-        if tp_group is not None and tp_group.size() > 1:
+        if self.scope == "layer" and tp_group is not None and tp_group.size() > 1:
             together = tripped.to(torch.int32)
             dist.all_reduce(together, dist.ReduceOp.MAX, tp_group)
             tripped = together > 0
         if layer is not None:
-            self._count(layer, recall, density, tripped)
+            self._count(layer, recall.amin(), density, tripped)
         batch, heads = index.slash_words.shape[:2]
+        tripped = tripped[..., None]
         dense = VerticalSlashIndex.dense(batch, heads, index.documents, index.slash_words.device)
         return replace(
             index,
@@ -108,7 +125,7 @@ class Guard:
             counts = torch.zeros(2, dtype=torch.int64, device=recall.device)
             self.seen[layer] = LayerCounts(counts, torch.stack([torch.ones_like(recall), torch.zeros_like(density)]))
         seen = self.seen[layer]
-        seen.counts += torch.stack([torch.ones_like(tripped), tripped]).long()
+        seen.counts += torch.stack([torch.ones_like(tripped), tripped]).long().view(2, -1).sum(1)
         seen.extremes[0].clamp_(max=recall)
         seen.extremes[1].clamp_(min=density)
 
@@ -134,6 +151,14 @@ def guard_from_args(args: Any, config: MTrainingConfig) -> Guard | None:
         raise RefusedError(f"{option_name('guard_recall')} {recall}: must be a number in (0, 1]")
     if density is not None and not density > 0:
         raise RefusedError(f"{option_name('guard_density')} {density}: must be a positive number (dense is 1)")
+    scope, segments = args.mtraining_guard_scope, args.mtraining_guard_segments
+    if not 1 <= segments <= MAX_PROBE_SEGMENTS:
+        raise RefusedError(f"{option_name('guard_segments')} {segments}: must be from 1 to {MAX_PROBE_SEGMENTS}")
+    if recall is None and (scope != SCOPES[0] or segments > 1):
+        named = "guard_scope" if scope != SCOPES[0] else "guard_segments"
+        raise RefusedError(
+            f"{option_name(named)} {scope if named == 'guard_scope' else segments}: needs {option_name('guard_recall')}"
+        )
     if recall is None and density is None:
         if action != ACTIONS[0]:
             raise RefusedError(
@@ -144,7 +169,7 @@ def guard_from_args(args: Any, config: MTrainingConfig) -> Guard | None:
     if config.dense:
         raise RefusedError(f"{option_name('dense')}: there is no index for the guard to watch; drop it or the bounds")
     require_lines(option_name("guard_density" if recall is None else "guard_recall"), config)
-    return Guard(recall, density, action)
+    return Guard(recall, density, action, scope, segments)
 
 
 def merged(everyone: Sequence[dict[int, tuple[int, int, float, float]]]) -> dict[int, tuple[int, int, float, float]]:
@@ -162,9 +187,9 @@ def format_line(layer: int, seen: tuple[int, int, float, float], guard: Guard) -
     calls, dense, low, high = seen
     watched = [f"lowest recall {low:.4f} (bound {guard.recall})"] if guard.recall is not None else []
     watched += [f"highest density {high:.4f} (bound {guard.density})"] if guard.density is not None else []
+    what = f"layer {layer} (from 0)" if guard.scope == "layer" else f"heads of layer {layer} (from 0)"
     return (
-        f"> megatron_mtraining: guard: layer {layer} (from 0) went dense in {dense} of {calls} calls of all ranks: "
-        f"{', '.join(watched)}"
+        f"> megatron_mtraining: guard: {what} went dense in {dense} of {calls} calls of all ranks: {', '.join(watched)}"
     )
 
 

@@ -110,6 +110,18 @@ RUN_OPTIONS: dict[str, dict[str, Any]] = {
         "default": "dense",
         "help": "stop: end the run after a step in which the guard made a layer dense (default: dense)",
     },
+    "guard_scope": {
+        "choices": ("layer", "head"),
+        "default": "layer",
+        "help": "what goes dense: the layer, or every head for itself by its own recall (default: layer)",
+    },
+    "guard_segments": {
+        "metavar": "PARTS",
+        "type": int,
+        "default": 1,
+        "help": "judge recall by the rows at the ends of so many parts of each document, also those that did not choose the "
+        "index: 1 to 64 (default: 1, the document's end alone)",
+    },
     "dump_index": {
         "metavar": "DIR",
         "default": None,

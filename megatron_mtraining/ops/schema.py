@@ -44,6 +44,11 @@ SCHEMAS: dict[str, str] = {
     "probe_row_max": f"(Tensor probe_q, Tensor k, {_PROBES}) -> Tensor",
     "probe_row_sum": f"(Tensor probe_q, Tensor k, {_PROBES}, Tensor row_max) -> Tensor",
     "probe_mass": f"(Tensor probe_q, Tensor k, {_PROBES}, Tensor row_max, Tensor row_sum) -> (Tensor, Tensor)",
+    "probe_columns": (
+        f"(Tensor probe_q, Tensor k, {_PROBES}, Tensor row_max, Tensor row_sum, "
+        "Tensor segment, Tensor tie, int documents, int digit_bits, int mass_rounds, int tie_rounds, int p_num, "
+        "int p_den, int cap, bool all_lines) -> (Tensor, Tensor)"
+    ),
     "select_histogram": (
         "(Tensor mass, Tensor segment, Tensor tie, Tensor state, int round, int digit_bits, int mass_rounds, "
         "int tie_rounds, bool all_lines) -> Tensor"
@@ -110,6 +115,23 @@ def _fake_probe_mass(
     )
 
 
+def _fake_probe_columns(
+    probe_q: Tensor,
+    k: Tensor,
+    probe_blocks: Tensor,
+    probe_rows: Tensor,
+    block_probes: Tensor,
+    doc_start: Tensor,
+    kv_blocks: Tensor,
+    *_: object,
+) -> tuple[Tensor, Tensor]:
+    batch, heads = probe_q.shape[0], probe_q.shape[3]
+    return (
+        k.new_empty((batch, heads, kv_blocks.shape[0]), dtype=torch.int64),
+        k.new_empty((batch, heads, doc_start.shape[0]), dtype=torch.int64),
+    )
+
+
 def _fake_select_histogram(
     mass: Tensor, segment: Tensor, tie: Tensor, state: Tensor, round: int, digit_bits: int, *_: object
 ) -> Tensor:
@@ -132,6 +154,7 @@ FAKES: dict[str, Callable[..., object]] = {
     "probe_row_max": _fake_probe_row_max,
     "probe_row_sum": _fake_probe_row_sum,
     "probe_mass": _fake_probe_mass,
+    "probe_columns": _fake_probe_columns,
     "select_histogram": _fake_select_histogram,
     "select_update_": _nothing,
     "select_pack": _fake_select_pack,

@@ -20,6 +20,7 @@ from ..block_lists import BlockListIndex
 from ..budget import MASS_UNIT_BITS, Selection
 from ..comm import Collective
 from ..config import BLOCK
+from ..index import document_table
 from .estimation import Estimation, Steps
 from .lines import ProbeMass, index_tables, probe_masses
 from .rows import RowTables, block_means, gather_blocks, pooled_scores, row_lists, row_slabs, tables_of
@@ -47,7 +48,7 @@ def _line_blocks(call: Estimation, tables: RowTables, mass: ProbeMass, columns: 
     """Bool ``[batch, heads, rows, n]``: the blocks of the vertical and slash lines that hold the share of the mass."""
     documents, config = call.documents, call.config
     count = len(documents.starts)
-    segment = documents.doc_id.to(call.device)
+    segment = document_table(documents, "doc_id", call.device)
     tie = torch.arange(documents.num_blocks, dtype=torch.int32, device=call.device)
     words = []
     for share, weights in ((config.slash_share, mass.slash), (config.vertical_share, columns)):
@@ -72,7 +73,7 @@ def _aware_blocks(call: Estimation, tables: RowTables, keys: Tensor) -> Steps:
         score = pooled_scores(queries[:, slab], keys, call.scale)
         score.masked_fill_(~tables.reach[slab], float("-inf"))
         mass[:, :, slab, :blocks] = score.softmax(-1).mul_(unit).round_().to(torch.int64)
-    document = call.documents.doc_id.to(call.device)[tables.blocks][:, None]
+    document = document_table(call.documents, "doc_id", call.device)[tables.blocks][:, None]
     segment = torch.nn.functional.pad(torch.where(tables.reach, document, -1), (0, width - blocks), value=-1)
     segment = segment.to(torch.int32).flatten()
     count = len(call.documents.starts)
@@ -86,7 +87,7 @@ def _aware_blocks(call: Estimation, tables: RowTables, keys: Tensor) -> Steps:
 def _is_aware(call: Estimation, tables: RowTables, mass: ProbeMass, columns: Tensor, keys: Tensor) -> Tensor:
     """Bool ``[batch, heads, rows, 1]``: whether the row's head is query-aware in the row's document."""
     documents = call.documents
-    document = documents.doc_id.long().to(call.device)
+    document = document_table(documents, "doc_id", call.device).long()
     probes = index_tables(documents, call.layout, call.cp_rank, call.config, call.device).probes
     inside = torch.arange(BLOCK, device=call.device)
     valid = (inside >= probes.rows[:, :1]) & (inside < probes.rows[:, 1:])

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from ..config import BLOCK, ROW_LIST_POLICIES, MTrainingConfig
 from ..documents import Documents, ProbeTables
 from ..index import VerticalSlashIndex, document_table
 from ..layout import Layout
-from .estimation import Estimation
+from .estimation import Estimation, Steps
 from .select import select_lines
 
 MINFERENCE_SINKS = 30
@@ -31,11 +32,37 @@ MINFERENCE_LOCAL_BLOCKS = 2
 
 
 @dataclass(frozen=True)
+class ProbeSegment:
+    """The probe tiles of one segment of every document that has so many (all tiles, where there is one segment).
+
+    Attributes:
+        probes: the tables of these tiles alone.
+        tiles: their numbers among all tiles, int64; None: all of them.
+        candidates: int32 ``[local_blocks * 64]``, the document of each local column that a later row of the segment can need,
+            -1 for the others.
+    """
+
+    probes: ProbeTables
+    tiles: Tensor | None
+    candidates: Tensor
+
+    def of(self, x: Tensor, dim: int) -> Tensor:
+        """The part of ``x`` that belongs to the segment's tiles, which lie along ``dim``."""
+        return x if self.tiles is None else x.index_select(dim, self.tiles)
+
+    def to(self, device: torch.device) -> ProbeSegment:
+        """The same tables on a device."""
+        tiles = None if self.tiles is None else self.tiles.to(device)
+        return ProbeSegment(self.probes.to(device), tiles, self.candidates.to(device))
+
+
+@dataclass(frozen=True)
 class IndexTables:
     """Everything about one rank's part of an estimation that depends on shapes alone, on the device.
 
     Attributes:
         probes: the probe tiles.
+        segments: the same by segment, the documents' ends first.
         owned: ``(tile, local block)`` of the probe tiles whose rows this rank holds.
         doc_start: int32 ``[n]``.
         kv_blocks: int32 ``[local_blocks]``, global block of each local block.
@@ -45,6 +72,7 @@ class IndexTables:
     """
 
     probes: ProbeTables
+    segments: tuple[ProbeSegment, ...]
     owned: tuple[tuple[int, int], ...]
     doc_start: Tensor
     kv_blocks: Tensor
@@ -74,12 +102,35 @@ def _column_tables(documents: Documents, blocks: Tensor) -> tuple[Tensor, Tensor
     return segment.repeat_interleave(BLOCK), position.flatten()
 
 
+def _probe_segments(probes: ProbeTables, blocks: Tensor, columns: Tensor) -> tuple[ProbeSegment, ...]:
+    """The tiles by segment, on the CPU.
+
+    Args:
+        probes: all tiles.
+        blocks: int32 ``[local_blocks]``, the rank's blocks.
+        columns: int32 ``[local_blocks * 64]``, the document of each column that any later row can need, -1 for the others.
+    """
+    count = int(probes.segments.max()) + 1
+    if count == 1:
+        return (ProbeSegment(probes, None, columns),)
+    found = []
+    for number in range(count):
+        kept = probes.segments == number
+        some = probes.only(kept)
+        first, end = some.block_probes.long().unbind(1)
+        # The block of the document's last tile: its own columns and later ones reach rows of the segment at distance 0 only.
+        last = torch.where(end > first, some.blocks[(end - 1).clamp(min=0)].long(), -1)[blocks.long()]
+        candidates = torch.where((blocks < last).repeat_interleave(BLOCK), columns, -1)
+        found.append(ProbeSegment(some, kept.nonzero().flatten(), candidates))
+    return tuple(found)
+
+
 @lru_cache(maxsize=32)
 def index_tables(
     documents: Documents, layout: Layout, cp_rank: int, config: MTrainingConfig, device: torch.device
 ) -> IndexTables:
     """The tables of one rank, made once per (documents, layout, config, device)."""
-    probes = ProbeTables.make(documents, config.last_q)
+    probes = ProbeTables.make(documents, config.last_q, config.probe_segments)
     local = {int(block): place for place, block in enumerate(layout.block_position[cp_rank].tolist())}
     owned = tuple((tile, local[block]) for tile, block in enumerate(probes.blocks.tolist()) if block in local)
     blocks = layout.block_position[cp_rank]
@@ -90,6 +141,7 @@ def index_tables(
     offset = torch.arange(documents.num_blocks * BLOCK) - documents.doc_start.repeat_interleave(BLOCK) * BLOCK
     return IndexTables(
         probes=probes.to(device),
+        segments=tuple(segment.to(device) for segment in _probe_segments(probes, blocks, column_segment)),
         owned=owned,
         doc_start=document_table(documents, "doc_start", device),
         kv_blocks=blocks.to(device),
@@ -127,17 +179,42 @@ def column_capacity(documents: Documents, config: MTrainingConfig) -> int:
     if config.dense or config.index_policy in ROW_LIST_POLICIES:
         return 0
     most = config.fixed_vertical if config.index_policy == "fixed" else config.max_vertical
-    cap = documents.seq_len if most is None else most + forced_lines(config)[1]
+    cap = documents.seq_len if most is None else most * config.probe_segments + forced_lines(config)[1]
     return min(sum(min(span * BLOCK, cap) for span in documents.spans), documents.num_blocks * BLOCK)
 
 
 @dataclass(frozen=True)
-class ProbeMass:
-    """Masses of the probe rows, in units of 2**-32 of a row.
+class Probes:
+    """The probe rows and their softmax, on every rank.
 
     Attributes:
-        slash: int64 ``[batch, heads, n]`` of the slash lines, on every rank; entry ``doc_start + distance``.
-        columns: int64 ``[batch, heads, local_blocks * 64]`` of the rank's own columns.
+        rows: ``[batch, tiles, 64, heads, head_dim]``.
+        where: the operands of the probe operators that say where the keys lie, and the softmax scale.
+        row_max: fp32 ``[batch, heads, tiles, 64]``, largest score of each row over all keys.
+        row_sum: int64, the same shape: its weights ``exp(s - max)`` in units of 2**-32.
+    """
+
+    rows: Tensor
+    where: tuple[Any, ...]
+    row_max: Tensor
+    row_sum: Tensor
+
+    def of(self, segment: ProbeSegment, k: Tensor) -> tuple[Any, ...]:
+        """The operands of the third pass over the tiles of one segment."""
+        some = segment.probes
+        tables = (some.blocks, some.rows, some.block_probes)
+        return (
+            segment.of(self.rows, 1), k, *tables, *self.where, segment.of(self.row_max, 2), segment.of(self.row_sum, 2)
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ProbeMass:
+    """Masses of the probe rows, in units of 2**-32 of a row, of each segment for itself.
+
+    Attributes:
+        slash: int64 ``[batch, segments * heads, n]`` of the slash lines, on every rank; entry ``doc_start + distance``.
+        columns: int64 ``[batch, segments * heads, local_blocks * 64]`` of the rank's own columns.
         probe_q: ``[batch, tiles, 64, heads, head_dim]``: the probe rows, on every rank.
     """
 
@@ -146,43 +223,95 @@ class ProbeMass:
     probe_q: Tensor
 
 
-def probe_masses(call: Estimation, tables: IndexTables) -> Generator[Collective, Tensor, ProbeMass]:
-    """Attention of the probe rows over all keys, summed by line."""
+def gather_probe_rows(call: Estimation, tables: IndexTables) -> Steps:
+    """The probe rows ``[batch, tiles, 64, heads, head_dim]``, on every rank."""
     batch, _, heads, dim = call.q.shape
-    probes = tables.probes
-    probe_q = call.q.new_zeros((batch, probes.blocks.numel(), BLOCK, heads, dim))
+    tiles = tables.probes.blocks.numel()
+    if call.layout.cp_size == 1 and tiles == 1:
+        ((_, block),) = tables.owned
+        return call.q[:, None, block * BLOCK : (block + 1) * BLOCK]
+    probe_q = call.q.new_zeros((batch, tiles, BLOCK, heads, dim))
     for tile, block in tables.owned:
         probe_q[:, tile] = call.q[:, block * BLOCK : (block + 1) * BLOCK]
     if call.layout.cp_size > 1:
         # Each row is non-zero on one rank only, so the sum is exact in any type.
         probe_q = yield AllReduce(probe_q)
-    args = (probe_q, call.k, probes.blocks, probes.rows, probes.block_probes, tables.doc_start, tables.kv_blocks)
-    ops, scale = call.ops, call.scale
-    row_max = yield AllReduce(ops.probe_row_max(*args, scale), "max")
-    row_sum = yield AllReduce(ops.probe_row_sum(*args, scale, row_max))
-    columns, local_slash = ops.probe_mass(*args, scale, row_max, row_sum)
-    slash = yield AllReduce(local_slash)
-    return ProbeMass(slash, columns, probe_q)
+    return probe_q
+
+
+def probe_softmax(call: Estimation, tables: IndexTables) -> Generator[Collective, Tensor, Probes]:
+    """Maximum and sum of the probe rows over the keys of all ranks."""
+    probe_q = yield from gather_probe_rows(call, tables)
+    probes, where = tables.probes, (tables.doc_start, tables.kv_blocks, call.scale)
+    arguments = (probe_q, call.k, probes.blocks, probes.rows, probes.block_probes, *where)
+    row_max = yield AllReduce(call.ops.probe_row_max(*arguments), "max")
+    row_sum = yield AllReduce(call.ops.probe_row_sum(*arguments, row_max))
+    return Probes(probe_q, where, row_max, row_sum)
+
+
+def probe_masses(call: Estimation, tables: IndexTables) -> Generator[Collective, Tensor, ProbeMass]:
+    """Attention of the probe rows over all keys, summed by line."""
+    probes = yield from probe_softmax(call, tables)
+    columns, slashes = [], []
+    for segment in tables.segments:
+        vertical, slash = call.ops.probe_mass(*probes.of(segment, call.k))
+        if len(tables.segments) > 1:  # segments share the table of candidates: what is none of theirs gets no mass
+            vertical.masked_fill_(segment.candidates < 0, 0)
+        columns.append(vertical)
+        slashes.append(slash)
+    whole = yield AllReduce(_side_by_side(slashes))
+    return ProbeMass(whole, _side_by_side(columns), probes.rows)
+
+
+def _side_by_side(parts: list[Tensor]) -> Tensor:
+    """``[batch, segments * heads, ...]`` of the segments' ``[batch, heads, ...]``."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _union(words: Tensor, segments: int, budget: Selection) -> Tensor:
+    """Words ``[batch, heads, ...]`` of the lines that any of the segments keeps, ``[batch, segments * heads, ...]``.
+
+    Where every line is kept, up to the cap, the documents' ends alone choose: a segment's lines without mass may lie beyond it.
+    """
+    parts = words.chunk(segments, 1)
+    return parts[0] if budget.all_lines else reduce(torch.bitwise_or, parts)
+
+
+def _kept_columns(
+    call: Estimation, tables: IndexTables, budget: Selection
+) -> Generator[Collective, Tensor, tuple[Tensor, Tensor]]:
+    """Words of the kept columns ``[batch, heads, n]`` and masses of the slash lines (see ``ProbeMass``), on every rank."""
+    count, ops, segments = len(call.documents.starts), call.ops, len(tables.segments)
+    if call.layout.cp_size == 1:  # one operator: the masses of the columns need not be in memory
+        probes = yield from probe_softmax(call, tables)
+        found = [
+            ops.probe_columns(
+                *probes.of(segment, call.k), segment.candidates, tables.column_tie, count, *budget.arguments
+            )
+            for segment in tables.segments
+        ]
+        words, slashes = ([pair[place] for pair in found] for place in (0, 1))
+        return _union(_side_by_side(words), segments, budget), _side_by_side(slashes)
+    mass = yield from probe_masses(call, tables)
+    local_words = yield from select_lines(
+        mass.columns, tables.column_segment, tables.column_tie, budget, count, ops, shared=False
+    )
+    gathered = yield AllGather(_union(local_words, segments, budget))
+    return in_sequence(gathered.permute(1, 2, 0, 3), call.layout), mass.slash
 
 
 def line_steps(call: Estimation) -> Generator[Collective, Tensor, VerticalSlashIndex]:
     """The index of lines. The same bits on every rank, for every number of ranks and layout (of one implementation)."""
-    documents, layout, ops = call.documents, call.layout, call.ops
-    tables = index_tables(documents, layout, call.cp_rank, call.config, call.device)
-    mass = yield from probe_masses(call, tables)
+    documents = call.documents
+    tables = index_tables(documents, call.layout, call.cp_rank, call.config, call.device)
     slash, vertical = line_budgets(call.config, documents)
-    count = len(documents.starts)
+    column_words, slash_mass = yield from _kept_columns(call, tables, vertical)
     slash_words = yield from select_lines(
-        mass.slash, tables.slash_segment, tables.slash_tie, slash, count, ops, shared=True
+        slash_mass, tables.slash_segment, tables.slash_tie, slash, len(documents.starts), call.ops, shared=True
     )
-    local_words = yield from select_lines(
-        mass.columns, tables.column_segment, tables.column_tie, vertical, count, ops, shared=layout.cp_size == 1
-    )
-    gathered = yield AllGather(local_words)
-    words = in_sequence(gathered.permute(1, 2, 0, 3), layout)
     return VerticalSlashIndex(
-        slash_words | tables.forced_slash,
-        words | tables.forced_columns,
+        _union(slash_words, len(tables.segments), slash) | tables.forced_slash,
+        column_words | tables.forced_columns,
         documents,
         column_capacity(documents, call.config),
     )

@@ -84,7 +84,13 @@ def without_padding(x: Tensor, tables: RowTables) -> Tensor:
 
 def block_sums(x: Tensor, tables: RowTables) -> Tensor:
     """fp64 ``[batch, rows, heads, dim]``: sums over the real tokens of each block of ``x [batch, rows * 64, heads, dim]``."""
-    return without_padding(x, tables).unflatten(1, (-1, BLOCK)).sum(2, dtype=torch.float64)
+    blocks = without_padding(x, tables).unflatten(1, (-1, BLOCK))
+    batch, rows, _, heads, dim = blocks.shape
+    sums = torch.empty((batch, rows, heads, dim), dtype=torch.float64, device=x.device)
+    # A part of the rows at a time: on CUDA the sum makes a copy of its input in fp64.
+    for slab in row_slabs(rows, batch * BLOCK * heads * dim):
+        sums[:, slab] = blocks[:, slab].sum(2, dtype=torch.float64)
+    return sums
 
 
 def block_means(x: Tensor, tables: RowTables) -> Tensor:

@@ -30,10 +30,10 @@ def select_lines(
     Returns:
         int64 words of the kept lines, ``[batch, heads, ceil(lines / 64)]``.
     """
+    if shared:  # nothing to exchange between the rounds
+        return ops.select_lines(mass, segment, tie, documents, *selection.arguments)
     rounds = (selection.digit_bits, selection.mass_rounds, selection.tie_rounds)
     budget = (selection.share.numerator, selection.share.denominator, selection.cap)
-    if shared:  # nothing to exchange between the rounds
-        return ops.select_lines(mass, segment, tie, documents, *rounds, *budget, selection.all_lines)
     state = mass.new_zeros((*mass.shape[:2], documents, STATE_FIELDS))
     for number in range(selection.rounds):
         histogram = yield AllReduce(

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from megatron_mtraining import Documents, Layout, VerticalSlashIndex
 from megatron_mtraining.bitmap import count_bits, pack_bits, unpack_bits
-from megatron_mtraining.documents import ProbeTables
+from megatron_mtraining.documents import ProbeTables, segment_ends
 from megatron_mtraining.metrics import imbalance_step, imbalance_worker, pair_counts, work_table
 
 from .helpers import random_index
@@ -124,6 +124,32 @@ def test_probe_rows_are_the_last_real_rows(last_q: int, length: int) -> None:
         for row in range(int(tables.rows[t, 0]), int(tables.rows[t, 1]))
     ]
     assert rows == list(range(max(0, length - last_q), length))
+
+
+@pytest.mark.parametrize(
+    ("length", "last_q", "segments", "ends"),
+    [
+        (640, 64, 1, [640]),
+        (640, 64, 4, [640, 448, 320, 128]),
+        (300, 64, 4, [300, 192, 128, 64]),
+        (300, 64, 64, [300, 192, 128, 64]),
+        (300, 192, 2, [300]),
+        (40, 64, 8, [40]),
+    ],
+)
+def test_segments_end_at_equal_parts(length: int, last_q: int, segments: int, ends: list[int]) -> None:
+    assert segment_ends(length, last_q, segments) == ends
+    tables = ProbeTables.make(Documents.from_cu_seqlens([0, 64, 64 + length], 1024, [0, 64, 1024]), last_q, segments)
+    for number, end in enumerate(ends):
+        some = tables.only(tables.segments == number)
+        first, last = some.block_probes[5].tolist()
+        rows = [
+            int(some.blocks[t]) * 64 + row - 64
+            for t in range(first, last)
+            for row in range(int(some.rows[t, 0]), int(some.rows[t, 1]))
+        ]
+        assert rows == list(range(max(0, end - last_q), end))
+        assert some.block_probes[0].tolist() == ([0, 1] if number == 0 else [0, 0])  # one block, one segment
 
 
 def test_work_is_counted_where_it_is_done() -> None:

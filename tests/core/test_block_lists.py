@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_mtraining import BlockListIndex, Documents, Layout, VerticalSlashIndex, mtraining_attention
+from megatron_mtraining.metrics import pair_counts, work_table
 from megatron_mtraining.ops import reference
 from megatron_mtraining.testing import run_virtual
 
@@ -53,6 +54,21 @@ def test_all_bits_are_dense_attention_and_none_the_diagonal() -> None:
     empty = BlockListIndex(torch.zeros(1, 4, 8, 1, dtype=torch.int64), tuple(range(8)), documents)
     diagonal = VerticalSlashIndex.from_lines([[[0]] * 4], [[[]] * 4], seq_len=512)
     assert torch.equal(mtraining_attention(q, k, v, index=empty), mtraining_attention(q, k, v, index=diagonal))
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "packed"])
+@pytest.mark.parametrize("kind", ["striped", "zigzag", "contiguous"])
+def test_pair_counts_by_rank(kind: str, documents: Documents | None) -> None:
+    index, layout = random_lists(documents=documents), getattr(Layout, kind)(SEQ, 4)
+    bits, table = index.block_bits().sum((0, 1)), layout.block_position.long()
+    blocks, columns = pair_counts(index, layout)
+    for rank in range(4):
+        assert blocks[rank].tolist() == [int(bits[table[rank]][:, table[other]].sum()) for other in range(4)]
+    assert not columns.any() and float(work_table(index, layout, 2).sum()) == float(index.pairs().sum())
+    lines = random_index(SEQ, 4, vertical=0, documents=documents)
+    assert torch.equal(pair_counts(BlockListIndex.from_lines(lines), layout)[0], pair_counts(lines, layout)[0])
+    with pytest.raises(ValueError, match="index has 4 rows: all 16 are needed"):
+        pair_counts(index.local(layout, 1), layout)
 
 
 def test_parts_of_ranks_make_the_whole() -> None:

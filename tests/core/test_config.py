@@ -35,6 +35,8 @@ def test_every_field_has_help() -> None:
         ("last_q", 100, "multiple of 64"),
         ("last_q", 2048, "1024"),
         ("last_q", 64.0, "multiple of 64"),
+        ("probe_segments", 0, "from 1 to 64"),
+        ("probe_segments", 65, "from 1 to 64"),
         ("max_vertical", -1, "from 0"),
         ("max_slash", 0, "from 1"),
         ("local_blocks", 0, "from 1"),
@@ -54,6 +56,11 @@ def test_a_bad_value_is_named_with_the_valid_ones(name: str, value: object, vali
         MTrainingConfig(**{name: value})  # type: ignore[arg-type]
     message = str(error.value)
     assert name in message and repr(value) in message and valid in message and "\n" not in message
+
+
+def test_only_top_p_has_segments() -> None:
+    with pytest.raises(ValueError, match="probe_segments=2 with index_policy='moba': must be 1"):
+        MTrainingConfig(index_policy="moba", probe_segments=2)
 
 
 def test_config_is_frozen_and_hashable() -> None:

@@ -1,5 +1,6 @@
 """The estimated index against a plain construction from the definitions, and its bits over ranks and layouts."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -86,6 +87,73 @@ def test_index_is_the_definition(config: MTrainingConfig, seq_len: int) -> None:
     assert min(sizes) >= 1
 
 
+def union_of_segments(
+    q: torch.Tensor, k: torch.Tensor, config: MTrainingConfig, start: int, ends: list[int]
+) -> list[tuple[set[int], set[int]]]:
+    """Lines that the document's beginning up to any of ``ends`` would keep by itself."""
+    parts = [plain_index(q, k, config, start, end) for end in ends]
+    return [
+        (set().union(*(part[head][0] for part in parts)), set().union(*(part[head][1] for part in parts)))
+        for head in range(q.shape[2])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "ends"),
+    [
+        (MTrainingConfig(top_p=0.6, probe_segments=4), [2049, 1536, 1024, 512]),
+        (MTrainingConfig(top_p=0.5, slash_top_p=0.8, last_q=128, probe_segments=3), [2049, 1344, 640]),
+        (MTrainingConfig(top_p=0.7, probe_segments=2, max_vertical=20, max_slash=3, sink_tokens=2), [2049, 1024]),
+        (MTrainingConfig(top_p=0.3, last_q=1024, probe_segments=8), [2049, 1024]),  # no part is shorter than its probe
+    ],
+)
+def test_segments_keep_what_any_of_them_needs(config: MTrainingConfig, ends: list[int]) -> None:
+    q, k = peaked(2049)
+    index = estimate_index(q, k, config=config)
+    one = estimate_index(q, k, config=replace(config, probe_segments=1))
+    for head, expected in enumerate(union_of_segments(q, k, config, 0, ends)):
+        assert lines_of(index, head, 0, index.num_blocks) == expected, f"head {head}"
+    assert float(one.density()) < float(index.density()) < 0.95, "the case is meant to be sparse, the union larger"
+    most = config.max_vertical
+    assert most is None or index.column_capacity == min(len(ends) * most + config.sink_tokens, index.num_blocks * 64)
+
+
+@pytest.mark.parametrize("cap", [None, 700])
+def test_segments_add_nothing_to_every_line(cap: int | None) -> None:
+    q, k = peaked(2048)
+    config = MTrainingConfig(top_p=1, max_vertical=cap, max_slash=None if cap is None else 20)
+    one, several = (estimate_index(q, k, config=replace(config, probe_segments=count)) for count in (1, 4))
+    assert torch.equal(one.slash_words, several.slash_words) and torch.equal(one.column_words, several.column_words)
+
+
+def test_segments_of_documents() -> None:
+    """Documents have as many segments as fit; the index has the same bits on every rank and layout."""
+    config = MTrainingConfig(top_p=0.6, probe_segments=3)
+    documents = Documents.from_cu_seqlens([0, 700, 730, 1900], 2048, [0, 704, 768, 2048])
+    ends = {0: [700, 448, 192], 704: [30], 768: [1170, 768, 384]}
+    q, k = peaked(2048)
+    for layout in (
+        Layout.striped(2048, 1),
+        Layout.striped(2048, 4),
+        Layout.zigzag(2048, 2),
+        Layout.contiguous(2048, 8),
+    ):
+        index = estimate_virtual(q, k, layout=layout, config=config, documents=documents, check_same=True)
+        for start, span in zip(ends, documents.spans, strict=True):
+            for head, expected in enumerate(union_of_segments(q, k, config, start, ends[start])):
+                assert lines_of(index, head, start, span) == expected, (layout, start, head)
+
+
+def test_a_column_that_only_the_middle_needs_is_kept() -> None:
+    q, k = torch.zeros(1, 2048, 1, 64), torch.zeros(1, 2048, 1, 64)
+    q[:, 960:1024, :, 0] = 100.0
+    k[:, 300, :, 0] = 100.0
+    config = MTrainingConfig(top_p=0.3, max_vertical=8)
+    assert not estimate_index(q, k, config=config).column_bits()[0, 0, 300]
+    found = estimate_index(q, k, config=replace(config, probe_segments=2))
+    assert found.column_bits()[0, 0, 300] and found.slash_bits()[0, 0, 15 - 300 // 64]
+
+
 def test_documents_have_their_own_lines() -> None:
     config = MTrainingConfig(top_p=0.8, last_q=64)
     documents = Documents.from_cu_seqlens([0, 700, 730, 1900], 2048, [0, 704, 768, 2048])
@@ -99,10 +167,11 @@ def test_documents_have_their_own_lines() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("last_q", [64, 192])
-def test_same_bits_for_every_layout_and_number_of_ranks(dtype: torch.dtype, last_q: int) -> None:
+@pytest.mark.parametrize(("last_q", "segments"), [(64, 1), (192, 1), (64, 4)])
+def test_same_bits_for_every_layout_and_number_of_ranks(dtype: torch.dtype, last_q: int, segments: int) -> None:
     q, k = peaked(2048, dtype=dtype)
-    config = MTrainingConfig(top_p=0.93, last_q=last_q, max_vertical=300)
+    top_p = 0.93 if segments == 1 else 0.7
+    config = MTrainingConfig(top_p=top_p, last_q=last_q, max_vertical=300, probe_segments=segments)
     first = estimate_index(q, k, config=config)
     assert int(first.column_bits().sum()) > 0 and float(first.density()) < 0.95
     for cp_size in (2, 4, 8):

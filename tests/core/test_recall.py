@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_mtraining import Documents, Layout, MTrainingConfig, estimate_index
+from megatron_mtraining.documents import segment_ends
 from megatron_mtraining.ops import operators
 from megatron_mtraining.recall import probe_recall, recall_steps
 from megatron_mtraining.testing import lockstep
@@ -15,7 +16,7 @@ from .helpers import random_index, random_qkv
 PACKED = Documents(768, (0, 2, 3, 8), (100, 64, 300, 200))
 
 
-def explicit(q, k, index, last_q):
+def explicit(q, k, index, last_q, segments=1):
     """Softmax of the probe rows over their documents, and the share of it under the mask of the index."""
     documents = index.documents
     mask = index.to_mask()
@@ -24,7 +25,8 @@ def explicit(q, k, index, last_q):
     shares = []
     for start, length in zip(documents.starts, documents.lengths, strict=True):
         begin = start * 64
-        rows = range(begin + max(0, length - last_q), begin + length)
+        ends = segment_ends(length, last_q, segments)
+        rows = [row for end in ends for row in range(begin + max(0, end - last_q), begin + end)]
         kept = total = 0
         for row in rows:
             weights = scores[:, :, row, begin : row + 1].softmax(-1)
@@ -34,15 +36,15 @@ def explicit(q, k, index, last_q):
     return torch.stack(shares, -1)
 
 
-@pytest.mark.parametrize("last_q", [64, 192])
+@pytest.mark.parametrize(("last_q", "segments"), [(64, 1), (192, 1), (64, 3)])
 @pytest.mark.parametrize("documents", [Documents.single(512), Documents.single(500), Documents.single(40), PACKED])
-def test_recall_equals_that_of_an_explicit_softmax(documents, last_q):
+def test_recall_equals_that_of_an_explicit_softmax(documents, last_q, segments):
     q, k, _ = (x.detach() for x in random_qkv(documents.seq_len, batch=2, dim=16))
     index = random_index(documents.seq_len, 4, batch=2, slash=2, vertical=60, documents=documents)
-    found = probe_recall(q, k, index, config=MTrainingConfig(last_q=last_q))
+    found = probe_recall(q, k, index, config=MTrainingConfig(last_q=last_q, probe_segments=segments))
     assert found.dtype == torch.float64
     assert 0 < float(found.min())
-    torch.testing.assert_close(found, explicit(q, k, index, last_q), rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(found, explicit(q, k, index, last_q, segments), rtol=1e-7, atol=1e-7)
     if documents.seq_len > 64:
         assert float(found.min()) < 0.9
 

@@ -69,6 +69,24 @@ def test_calls_of_the_newest_step_by_rank() -> None:
     assert newest_calls([times.to_json()]) == {}
 
 
+def test_no_work_is_counted_twice_of_ranks_played_in_one_process() -> None:
+    """The ranks share one device: their busy times are disjoint, so that the sums are no more than the passes took."""
+    q, k, v = random_qkv(2048, dtype=torch.float32)
+    with profile_ring() as profile:
+        out = run_virtual(
+            q, k, v, layout=Layout.striped(2048, 8), config=MTrainingConfig(top_p=0.8, chunks_per_launch=2)
+        )
+        out.sum().backward()
+    passes = profile.read()
+    for phase in ("forward", "backward"):
+        mine = [p for p in passes if p.phase == phase]
+        assert len(mine) == 8
+        # All ranks' clocks start at their own first mark, within the time of posting: a small part of a pass.
+        longest = max(p.total_ms for p in mine)
+        assert sum(p.compute_ms for p in mine) <= 1.02 * longest, phase
+        assert all(0 < launch.compute_ms for p in mine for launch in p.launches)
+
+
 def test_a_run_without_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="neither metrics.jsonl nor ring.jsonl"):
         page(tmp_path)

@@ -1,13 +1,16 @@
 """The whole attention against the dense oracle under the mask of its own index; all ranks in one process."""
 
+import gc
 import random
+import weakref
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_mtraining import Documents, Layout, MTrainingConfig, VerticalSlashIndex, mtraining_attention
+from megatron_mtraining import Documents, Layout, MTrainingConfig, VerticalSlashIndex, mtraining_attention, testing
+from megatron_mtraining.ring import RingForward
 from megatron_mtraining.testing import run_virtual
 
 from .helpers import BOUNDS, assert_close, oracle_results, random_index, random_qkv, relative_error
@@ -369,3 +372,25 @@ def test_the_reference_costs_seconds_not_minutes() -> None:
     began = time.process_time()
     mtraining_attention(q, k, v, index=index).sum().backward()
     assert time.process_time() - began < 20
+
+
+def test_played_calls_are_freed_without_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cycle through the outputs kept every played call alive, 8 GiB each at 512K tokens."""
+    made: list[weakref.ref] = []
+
+    class Recorded(RingForward):
+        def __init__(self, *args: object) -> None:
+            super().__init__(*args)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(testing, "RingForward", Recorded)
+    q, k, v = random_qkv(512)
+    gc.disable()
+    try:
+        out = run_virtual(q, k, v, layout=Layout.striped(512, 4))
+        torch.autograd.grad(out.sum(), (q, k, v))
+        assert len(made) == 4
+        del out
+        assert all(ring() is None for ring in made)
+    finally:
+        gc.enable()

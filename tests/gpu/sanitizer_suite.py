@@ -44,9 +44,9 @@ def extreme_lines(kernel: str) -> None:
 
 def estimation(kernel: str) -> None:
     """Index estimation, capped and not, one document and several, then attention."""
-    for documents in (None, PACKED):
+    for cp_size, documents in ((1, None), (1, PACKED), (2, None), (2, PACKED)):
         for cap in (None, 20):
-            case = Case(seq_len=512, heads=4, kv_heads=2, cp_size=2, batch=2, documents=documents)
+            case = Case(seq_len=512, heads=4, kv_heads=2, cp_size=cp_size, batch=2, documents=documents)
             config = MTrainingConfig(kernel=kernel, top_p=0.8, max_vertical=cap, max_slash=None if cap is None else 3)
             leaves = [x.detach().requires_grad_() for x in mixed_qkv(case)]
             out = run_virtual(*leaves, layout=case.make_layout(), config=config, documents=documents)

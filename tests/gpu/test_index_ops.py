@@ -1,6 +1,7 @@
 """Index kernels against the reference: selection and columns exactly, probe scores to fp32 accuracy."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -93,6 +94,30 @@ def test_same_index_for_every_number_of_ranks(last_q: int, cap: int | None, docu
     for other in indices[1:]:
         assert torch.equal(other.slash_words, indices[0].slash_words)
         assert torch.equal(other.column_words, indices[0].column_words)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_segments_keep_what_the_beginnings_of_the_sequence_keep(dim: int) -> None:
+    """A line is kept iff the sequence up to the end of some segment would keep it by itself, bit for bit."""
+    case = Case(seq_len=2048, heads=8, kv_heads=2, dim=dim, spikes=10)
+    q, k, _ = mixed_qkv(case)
+    config = MTrainingConfig(top_p=0.6, max_vertical=40, probe_segments=4, kernel="auto")
+    alone = replace(config, probe_segments=1)
+    slash, columns = torch.zeros(8, 32, dtype=torch.bool), torch.zeros(8, 2048, dtype=torch.bool)
+    for end in (2048, 1536, 1024, 512):
+        part = estimate_virtual(q[:, :end], k[:, :end], layout=Layout.striped(end, 1), config=alone)
+        slash[:, : end // 64] |= part.slash_bits()[0].cpu()
+        columns[:, :end] |= part.column_bits()[0].cpu()
+    for layout in (
+        Layout.striped(2048, 1),
+        Layout.striped(2048, 4),
+        Layout.zigzag(2048, 4),
+        Layout.contiguous(2048, 8),
+    ):
+        index = estimate_virtual(q, k, layout=layout, config=config, check_same=True)
+        assert torch.equal(index.slash_bits()[0].cpu(), slash), layout
+        assert torch.equal(index.column_bits()[0].cpu(), columns), layout
+    assert int(columns.sum()) > int(part.column_bits().sum()) > 0
 
 
 @pytest.mark.parametrize("documents", [None, PACKED])

@@ -124,6 +124,7 @@ def test_opcheck() -> None:
         "probe_row_max": probes,
         "probe_row_sum": (*probes, row_max),
         "probe_mass": (*probes, row_max, row_sum),
+        "probe_columns": (*probes, row_max, row_sum, segment, tie, 1, 10, 4, 0, 9, 10, 5, False),
         "select_histogram": (mass, segment, tie, state, 0, 8, 5, 0, False),
         "select_update_": (histogram, state, 0, 8, 5, 0, 9, 10, 5),
         "select_pack": (mass, segment, tie, state, False),

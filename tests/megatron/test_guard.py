@@ -103,6 +103,46 @@ def test_nothing_is_copied_to_the_host(plugin, monkeypatch):
         state.guard.take()
 
 
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("segments", [1, 4])
+def test_heads_are_judged_for_themselves(plugin, segments):
+    """With the scope head, those below the bound keep every line, the others what was estimated for them."""
+    plugin(SPARSE)
+    q, k, _ = (x.transpose(0, 1).detach() for x in qkv(seq=512))
+    index = estimate_index(q, k, config=SPARSE)
+    recall = probe_recall(q, k, index, config=SPARSE, segments=segments).amin(-1)
+    bound = float(recall.flatten().sort().values[recall.numel() // 2])
+    guard = Guard(recall=bound, scope="head", segments=segments)
+    chosen = guard(
+        q, k, index, config=SPARSE, layout=None, cp_group=None, tp_group=None, softmax_scale=None, layer=2
+    )  # fmt: skip
+    failed = recall < bound
+    assert 0 < int(failed.sum()) < failed.numel()
+    assert torch.equal(chosen.slash_bits().all(-1), failed | index.slash_bits().all(-1))
+    assert torch.equal(chosen.slash_words[~failed], index.slash_words[~failed])
+    assert torch.equal(chosen.column_words[~failed], index.column_words[~failed])
+    calls, dense, lowest, _ = guard.take()[2]
+    assert (calls, dense, lowest) == (failed.numel(), int(failed.sum()), float(recall.min()))
+
+
+def test_a_head_that_only_the_middle_needs_goes_dense():
+    """The end attends near keys, the middle of head 1 attends key 10: seen by the segments, not by the end."""
+    q, k = torch.zeros(1, 1024, 2, 16), torch.zeros(1, 1024, 2, 16)
+    k[..., 0] = 1e-2 * torch.arange(1024)[None, :, None]
+    q[..., 0] = 400.0
+    q[:, :960, 1, 0], q[:, :960, 1, 1], k[:, 10, 1, 1] = 0.0, 400.0, 1.0
+    config = MTrainingConfig(top_p=0.9)
+    index = estimate_index(q, k, config=config)
+    dense = []
+    for segments in (1, 4):
+        guard = Guard(recall=0.8, scope="head", segments=segments)
+        chosen = guard(
+            q, k, index, config=config, layout=None, cp_group=None, tp_group=None, softmax_scale=None, layer=0
+        )  # fmt: skip
+        dense.append(chosen.slash_bits()[0].all(-1).tolist())
+    assert dense == [[False, False], [False, True]]
+
+
 def _heads_go_dense_together(rank):
     """Two tensor-parallel ranks: one holds heads of poor recall, both go dense."""
     generator = torch.Generator().manual_seed(0)

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.proof.attention import pairs_of_rows
 from benchmarks.proof.corpus import split
 from benchmarks.proof.estimators import ProbeView, joint, spread_rows
 from benchmarks.proof.mass import attention_rows, block_row_mass, kept_share
+from benchmarks.proof.row_study import row_recalls
 from benchmarks.proof.smollm import half_rotation, read_weights
 from benchmarks.proof.summary import summarize
-from benchmarks.proof.tasks import DIGITS, TASKS, Phrases, make_sample, make_samples, training_sequence
+from benchmarks.proof.tasks import DIGITS, TASKS, Phrases, answer_rows, make_sample, make_samples, training_sequence
 from megatron_mtraining import MTrainingConfig, estimate_index
 
 from .conftest import DIM, HEADS, HIDDEN
@@ -29,7 +31,7 @@ def results(folder):
     """Lines of two runs, by variant, of the command itself."""
     options = (
         f"--gguf {folder}/model.gguf --data {folder} --output {folder}/out --variants dense top-p-0.95 joint-0.95 --seeds 3 "
-        "--length 256 --steps 3 --questions 4 --windows 2 --retrieval needle:128:3 multikey:192:2 --study-layers 2"
+        "--length 256 --steps 3 --questions 4 --windows 2 --retrieval needle:128:3 multikey:192:2 --study-layers 2 --planted 2"
     )
     # A process of its own: without a GPU it makes Megatron run on the CPU, once and for all.
     command = [sys.executable, "-m", "benchmarks.proof.runs", *options.split()]
@@ -62,6 +64,8 @@ def test_evaluation_is_complete(results):
         assert all(
             np.isclose(np.mean(line["valid"]["by_position"]), line["valid"]["loss"], atol=1e-4) for line in valid
         )
+        asked = [(line["attention"], line["planted"]["count"]) for line in lines if "planted" in line]
+        assert asked == [(line["attention"], 8) for line in valid]
         found = [line["retrieval"] for line in lines if "retrieval" in line]
         assert [(f["task"], f["count"]) for f in found] == [("needle", 3)] * 2 + [("multikey", 2)] * 2
 
@@ -95,6 +99,64 @@ def test_kept_share_is_that_of_the_mask(choose):
     attention = attention_rows(q, k, torch.arange(512), 0.2)
     expected = (attention * index.to_mask()[0]).sum((1, 2)) / attention.sum((1, 2))
     torch.testing.assert_close(kept_share(index, block_row_mass(q, k, 0.2)), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["top_p", "xattention"])
+def test_recall_of_rows_is_that_of_the_mask(policy):
+    q, k = random_layer()
+    index = estimate_index(q, k, config=MTrainingConfig(top_p=0.3, index_policy=policy), softmax_scale=0.02)
+    rows = torch.tensor([0, 63, 64, 200, 511])
+    mask = (
+        index.to_mask()[0]
+        if policy == "top_p"
+        else index.block_bits()[0].repeat_interleave(64, 1).repeat_interleave(64, 2).tril()
+    )
+    expected = (attention_rows(q, k, rows, 0.02) * mask[:, rows]).sum(2)
+    torch.testing.assert_close(row_recalls(q, k, rows, {"x": index}, 0.02)["x"], expected, rtol=1e-4, atol=1e-5)
+    assert float(expected.min()) < 0.95
+
+
+def test_pairs_of_rows_add_up():
+    q, k = random_layer()
+    index = estimate_index(q, k, config=MTrainingConfig(top_p=0.7), softmax_scale=0.2)
+    assert torch.equal(pairs_of_rows(index, 0), index.pairs())
+    mask = index.to_mask()[0].unflatten(1, (-1, 64)).any(2)  # a row block works off whole pairs of blocks or columns
+    first = 3
+    blocks = mask[:, first:].unflatten(2, (-1, 64))
+    diagonal = torch.eye(8, dtype=torch.bool)[first:]
+    whole = (blocks.all(3) | diagonal).sum((1, 2)) * 64 * 64
+    single = (blocks & ~blocks.all(3, keepdim=True) & ~diagonal[None, :, :, None]).sum((1, 2, 3)) * 64
+    assert torch.equal(pairs_of_rows(index, first)[0], whole + single)
+
+
+def test_answer_rows_predict_the_planted_digits(folder):
+    phrases = Phrases.load(folder / "phrases.json")
+    text = np.fromfile(folder / "valid.bin", dtype=np.uint16)
+    tokens = training_sequence(text, 512, 5, phrases, np.random.default_rng(1))
+    rows = answer_rows(tokens, phrases).reshape(5, DIGITS)
+    for answer in rows:
+        key = tokens[answer[0] - 2 : answer[0]]  # before "is"
+        value = tokens[answer + 1]
+        stated = [i for i in range(rows.min()) if tokens[i] == 11 and (tokens[i + 1 : i + 3] == key).all()]
+        assert len(stated) == 1 and (tokens[stated[0] + 4 : stated[0] + 4 + DIGITS] == value).all()
+        assert (value < 10).all()
+
+
+def test_zero_shot_measures_variants_and_layers(folder):
+    """Segments with lines of their own keep as much as all rows do where every line is kept."""
+    options = (
+        f"--gguf {folder}/model.gguf --data {folder} --output {folder}/zero --length 256 --steps 1 --windows 2 --questions 2 "
+        "--variants top-p-0.95-dense-19 own-lines-2-0.98 --by-layer top-p-0.95 --row-layers 1"
+    )
+    command = [sys.executable, "-m", "benchmarks.proof.zero_shot", *options.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (folder / "zero" / "zero-shot-256.jsonl").read_text().splitlines()]
+    whole = {line["variant"]: line for line in lines if "loss" in line and "variant" in line and "layer" not in line}
+    assert list(whole) == ["dense", "top-p-0.95-dense-19", "own-lines-2-0.98"]
+    assert all(abs(line["loss"] - whole["dense"]["loss"]) < 0.01 for line in whole.values())
+    assert [line["layer"] for line in lines if line.get("variant") == "top-p-0.95" and "loss" in line] == [1, 2]
+    assert [line["variant"] for line in lines if "recall" in line] == ["top-p-0.95-dense-19"]
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9, 0.98])

@@ -56,6 +56,24 @@ void select_pack(const SelectParams& params, cudaStream_t stream);
 // All rounds and the packing, for lines that one process holds. `state` and `histogram` are scratch.
 void select_lines(const SelectParams& params, cudaStream_t stream);
 
+// The third probe pass and the selection of the columns, on one rank: `probe` without column_mass, `select` with words
+// [batch * heads, kv_blocks] and without mass, state and histogram.
+struct ProbeColumnsParams {
+    ProbeParams probe;
+    SelectParams select;
+};
+
+// How the device works it off: pairs of heads a launch, thread blocks a pair and key blocks a thread block (0: masses
+// do not fit into shared memory and go through memory).
+struct ProbeColumnsPlan {
+    int32_t pairs = 0, members = 0, range = 0;
+    int64_t workspace = 0;  // int64 entries
+};
+
+ProbeColumnsPlan plan_probe_columns(const ProbeColumnsParams& params);  // for the current device
+void probe_columns(const ProbeColumnsParams& params, const ProbeColumnsPlan& plan, int64_t* workspace,
+                   cudaStream_t stream);
+
 struct ListParams {
     int32_t rows = 0;           // batch * heads
     int32_t blocks = 0;         // n: words of a row

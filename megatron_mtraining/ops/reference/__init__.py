@@ -6,7 +6,7 @@ accumulate in fp32 (fp64 for fp64 inputs).
 
 from .attention import attention_backward_, attention_delta, attention_forward_
 from .columns import gather_columns_, list_columns, scatter_columns_, vertical_backward_
-from .probe import probe_mass, probe_row_max, probe_row_sum
+from .probe import probe_columns, probe_mass, probe_row_max, probe_row_sum
 from .select import select_histogram, select_lines, select_pack, select_update_
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "attention_forward_",
     "gather_columns_",
     "list_columns",
+    "probe_columns",
     "probe_mass",
     "probe_row_max",
     "probe_row_sum",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from ...budget import MASS_UNIT_BITS
 from ...config import BLOCK
 from .blocks import accumulator_dtype
+from .select import select_lines
 
 TILES_PER_SLAB = 512
 MASS_UNIT = float(2**MASS_UNIT_BITS)
@@ -130,3 +132,25 @@ def probe_mass(
         column_mass[:, :, item.local] += mass.sum(3)
         slash_mass[:, :, item.line] += mass.sum((3, 4))
     return column_mass.flatten(2), slash_mass
+
+
+def probe_columns(
+    probe_q: Tensor,
+    k: Tensor,
+    probe_blocks: Tensor,
+    probe_rows: Tensor,
+    block_probes: Tensor,
+    doc_start: Tensor,
+    kv_blocks: Tensor,
+    scale: float,
+    row_max: Tensor,
+    row_sum: Tensor,
+    *selection: Any,
+) -> tuple[Tensor, Tensor]:
+    """The kept columns ``[batch, heads, local blocks]``, 64 to a word, and the masses of the lines ``[batch, heads, n]``.
+
+    ``selection`` are the arguments of :func:`select_lines` after the masses.
+    """
+    probes = (probe_q, k, probe_blocks, probe_rows, block_probes, doc_start, kv_blocks, scale)
+    columns, slash = probe_mass(*probes, row_max, row_sum)
+    return select_lines(columns, *selection), slash

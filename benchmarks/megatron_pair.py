@@ -1,0 +1,68 @@
+"""Trains with an unmodified Megatron-LM on two GPUs, from processes that have loaded it (`benchmarks.preloaded`).
+
+    python -m benchmarks.megatron_pair --megatron DIR --older DIR --data PREFIX --out DIR [--groups curves,golden,...]
+
+The runs of `benchmarks.megatron_runs` that need both GPUs: loss curves with context and tensor parallelism, the functional
+tests, the speed beside Transformer Engine's ring, what composes. Models, options and results are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .megatron_runs import CHECKS, CURVES, MODEL, ONE_GPU, SMALL, SPEED, VARIABLES
+from .megatron_single import CURVE, Single, parse, run_groups
+from .run_pool import Run
+
+CASES = ("gpt_153m_mtraining_cp2", "gpt_153m_mtraining_tp2_sp")
+REDONE_ON_ONE = {"local_spec", "mock_data", "fp16", "selective_recompute", "hybrid", "qk_norm_yarn"}
+"""Checks that `megatron_single` makes as well; they come last."""
+
+
+def variables(name: str) -> dict[str, str]:
+    """The environment of a run."""
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **VARIABLES.get(name, {})}
+
+
+def curves(pair: Single) -> Iterator[Run]:
+    """50 steps, 32,768 tokens each."""
+    for name, (kind, words) in CURVES.items():
+        if kind == "curve":
+            yield Run(name, "single", pair.start(name, f"{words} {MODEL} {CURVE}"), variables(name))
+
+
+def golden(pair: Single, step: str = "recorded") -> Iterator[Run]:
+    """The functional tests, which record their golden values."""
+    for case in CASES:
+        yield pair.functional_test(case, step)
+
+
+def repeated(pair: Single) -> Iterator[Run]:
+    """The functional tests again, compared with the golden values."""
+    return golden(pair, "repeated")
+
+
+def speed(pair: Single) -> Iterator[Run]:
+    """8 steps of one long sequence; each pair of processes has the GPUs to itself."""
+    for name, words in SPEED.items():
+        yield pair.gated(name, words, variables(name))
+
+
+def checks(pair: Single) -> Iterator[Run]:
+    """A few steps of each combination."""
+    names = [name for name in CHECKS if name not in ONE_GPU and name not in ("sparse_from_dense", *REDONE_ON_ONE)]
+    for name in [*names, *sorted(REDONE_ON_ONE)]:
+        command = pair.start(name, f"{SMALL} {CHECKS[name]}")
+        yield Run(name, "small", command, variables(name), timeout=75)
+
+
+GROUPS = {"curves": curves, "speed": speed, "golden": golden, "checks": checks, "repeated": repeated}
+
+
+def main() -> None:
+    """Runs the groups; the next begins while the last one ends."""
+    run_groups(parse(str(__doc__), list(GROUPS)), GROUPS, ranks=2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Parts of ``benchmarks.bench_ring``: rings and baselines, on real ranks or on ranks played on one device."""
