@@ -188,7 +188,7 @@ __global__ __launch_bounds__(Plan::kThreads, 1) void dkdv_kernel(const __grid_co
     const int warp = __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x) / 32, 0);
     if (warp < 4) {
         registers_release<Plan::kProducerRegisters>();
-        if (warp == 0 && warp_leader())
+        if (warp == 0 && elect_lane())
             KeyLoader<Plan>{params, maps, shared, TileDealer<KeyShared<Plan>>(shared)}.run();
         if (warp == 1) KeyScout<Plan>{params.shape, params.mask, shared}.run();
     } else {
