@@ -42,6 +42,15 @@ cuda:
 	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/cuda
 	PATH="$(abspath $(BIN)):$$PATH" cmake --install build/cuda --prefix .
 
+# A misspelt option would count for nothing, without a word.
+ifneq ($(filter train,$(MAKECMDGOALS)),)
+VALID := NAME ATTENTION SEQ STEPS NPROC INNER TOP_P DATA RESUME EXTRA
+SET_UP := CUDA PYTHON PYTEST_ARGS VENV SHELL MAKEFLAGS
+given_names := $(foreach v,$(filter-out -%,$(.VARIABLES)),$(if $(filter command,$(origin $v)),$v))
+unknown := $(filter-out $(VALID) $(SET_UP),$(given_names))
+$(if $(unknown),$(error make train: $(unknown): no such option; valid: $(VALID)))
+endif
+
 train: $(VENV)/installed
 	@$(BIN)/python examples/train.py $(call given,NAME,name) $(call given,ATTENTION,attention) \
 	    $(call given,SEQ,seq) $(call given,STEPS,steps) $(call given,NPROC,nproc) $(call given,INNER,inner) \

@@ -25,6 +25,8 @@ PAIRS = (
     ("p1_tp2", "dense_tp2"),
     ("p95_cp2", "p95"),
     ("p95", "dense"),
+    ("p1", "dense_again"),
+    ("p95", "dense_again"),
 )
 
 
@@ -153,6 +155,7 @@ def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    dense = max(("dense", "dense_again"), key=lambda name: len(runs[name]["loss"]) if name in runs else 0)
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.4), layout="constrained")
     for name in CURVES:
         if name not in runs or not runs[name]["loss"]:
@@ -160,7 +163,7 @@ def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
         run = runs[name]
         style = {"dashes": (4, 2)} if name.startswith("dense") else {}
         left.plot(run["steps"], run["loss"], label=name, linewidth=1.2, **style)
-        base = "dense_tp2" if name.endswith("tp2") else "dense"  # tensor-parallel ranks draw their own weights
+        base = "dense_tp2" if name.endswith("tp2") else dense  # tensor-parallel ranks draw their own weights
         if name != base and base in runs:
             gap = [abs(a - b) for a, b in zip(run["loss"], runs[base]["loss"], strict=False)]
             right.plot(run["steps"][: len(gap)], gap, label=name, linewidth=1.2, **style)

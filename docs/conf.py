@@ -3,11 +3,13 @@
 The source folder is the repository's root, so that links between pages, results and files are the same there and here.
 """
 
+import logging
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # no CUDA toolkit is no news here
 
 project = "megatron_mtraining"
 author = "the megatron_mtraining authors"
@@ -37,7 +39,8 @@ myst_enable_extensions = ["colon_fence"]
 
 toc_object_entries_show_parents = "hide"
 autodoc_member_order = "bysource"
-autodoc_mock_imports = ["megatron.bridge", "nemo_run"]
+# What the modules for Megatron-Bridge import; `make setup` installs none of it.
+autodoc_mock_imports = ["megatron.bridge", "nemo_run", "transformers"]
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False

@@ -59,10 +59,11 @@ def text_files(source: Path) -> list[Path]:
     Raises:
         ValueError: `source` does not exist or has no file.
     """
-    if not source.exists():
-        raise ValueError(f"DATA={source}: no such file or folder")
     if source.is_file():
         return [source]
+    if not source.is_dir():
+        what = "neither a file nor a folder" if source.exists() else "no such file or folder"
+        raise ValueError(f"DATA={source}: {what}")
     files = [path for path in sorted(source.rglob("*")) if path.is_file() and not _is_hidden(path.relative_to(source))]
     if not files:
         raise ValueError(f"DATA={source}: the folder holds no file")

@@ -5,7 +5,7 @@
 
 One process. Of all layers and heads it takes the one with the sparsest index. The file holds, for blocks of 64 x 64:
 `block_attention` (mean over a block's rows of the attention that falls into the block), `block_kept` (share of the
-block's causal pairs that the index keeps), and the scalars `layer` (from 1), `head` (from 0), `density`, `mass_kept`.
+block's causal pairs that the index keeps), and the scalars `layer` and `head` (from 0), `density`, `mass_kept`.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def capture_queries_and_keys(model: torch.nn.Module, tokens: torch.Tensor) -> di
 
     def hook(module: MTrainingCoreAttention, inputs: tuple[Any, ...]) -> None:
         query, key = (x.detach().float().transpose(0, 1) for x in inputs[:2])
-        captured[module.layer_number] = (module, query, key)
+        captured[module.layer_index] = (module, query, key)
 
     layers = [module for module in model.modules() if isinstance(module, MTrainingCoreAttention)]
     handles = [module.register_forward_pre_hook(hook) for module in layers]

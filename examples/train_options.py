@@ -126,7 +126,7 @@ def _check_resumable(options: TrainOptions) -> None:
 
 
 def _positive(name: str, text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
+    if not (text.isascii() and text.isdecimal()) or int(text) == 0:
         raise OptionError(f"{name}={text}: must be a positive integer")
     return int(text)
 

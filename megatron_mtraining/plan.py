@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from typing import Any, NoReturn
 
 from .config import MTrainingConfig
 from .integration import RefusedError
+from .integration.options import BACKEND
 from .launches import chunks_per_launch
 from .simulator import H200_LINKS, H200_RATES, Choice, Cluster, Pattern, Predictor, Shape, make_profile
 from .simulator.memory import MODELS, Model, Parallel, Training, memory_plan, ring_plans
@@ -71,6 +73,7 @@ def own_parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--model", choices=sorted(MODELS), help="shape of the model, instead of Megatron's options for it"
     )
+    made.add_argument("--attention-backend", choices=(BACKEND,), default=BACKEND, help="(default: %(default)s)")
     made.add_argument("--gpus", type=int, help="of the job (default: as few as the parallel sizes need)")
     made.add_argument("--gpus-per-node", type=int, default=8, help="(default: %(default)s)")
     made.add_argument(
@@ -101,7 +104,9 @@ def parse(words: Sequence[str]) -> tuple[Job, argparse.Namespace]:
     if own.model is not None:
         rest = [*model_options(MODELS[own.model]), *rest]
     from .integration import install
-    from .integration.options import BACKEND, config_from_args
+    from .integration.guard import guard_from_args
+    from .integration.layer_plan import plan_from_args
+    from .integration.options import config_from_args
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what Megatron says of packages that only training needs
@@ -110,28 +115,36 @@ def parse(words: Sequence[str]) -> tuple[Job, argparse.Namespace]:
 
         install()
     parser = _Parser(prog="megatron-mtraining plan", allow_abbrev=False)
-    args = arguments.add_megatron_arguments(parser).parse_args([*rest, "--attention-backend", BACKEND])
-    for name, low in (
-        ("tensor_model_parallel_size", 1),
-        ("pipeline_model_parallel_size", 1),
-        ("context_parallel_size", 1),
-    ):
-        if getattr(args, name) < low:
-            raise PlanError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {low}")
-    for name in ("seq_length", "num_layers", "hidden_size", "num_attention_heads"):
-        if not getattr(args, name):
-            raise PlanError(f"--{name.replace('_', '-')}: must be given (or --model, for the shape of a known model)")
+    args = arguments.add_megatron_arguments(parser).parse_args([*rest, "--attention-backend", own.attention_backend])
+    check_sizes(args)
     used = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     gpus = used if own.gpus is None else own.gpus
     if gpus < 1 or gpus % used:
         raise PlanError(f"--gpus {gpus}: must be a multiple of tensor x pipeline x context parallel ranks, {used}")
     if own.gpus_per_node < 1:
         raise PlanError(f"--gpus-per-node {own.gpus_per_node}: must be at least 1")
-    if own.communicator_mib < 0:
-        raise PlanError(f"--communicator-mib {own.communicator_mib:g}: must be at least 0")
+    if not 0 <= own.communicator_mib < math.inf:
+        raise PlanError(f"--communicator-mib {own.communicator_mib:g}: must be a number from 0 up")
     model, unknown = model_of(args)
-    job = Job(args, config_from_args(args), model, unknown, gpus, own.gpus_per_node, own.communicator_mib)
+    config = config_from_args(args)
+    plan_from_args(args, config)  # these two for what they refuse
+    guard_from_args(args, config)
+    job = Job(args, config, model, unknown, gpus, own.gpus_per_node, own.communicator_mib)
     return job, own
+
+
+def check_sizes(args: argparse.Namespace) -> None:
+    """Refuses sizes that are missing or below 1."""
+    shape = ("num_layers", "hidden_size", "num_attention_heads")
+    parallel = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    for name in ("seq_length", *shape, *parallel, "micro_batch_size"):
+        option, value = f"--{name.replace('_', '-')}", getattr(args, name)
+        if value is None and name in shape:
+            raise PlanError(f"{option}: must be given (or --model, for the shape of a known model)")
+        if value is None and name == "seq_length":
+            raise PlanError(f"{option}: must be given")
+        if value is not None and value < 1:
+            raise PlanError(f"{option} {value}: must be at least 1")
 
 
 def model_of(args: argparse.Namespace) -> tuple[Model | None, str]:

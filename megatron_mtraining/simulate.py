@@ -94,7 +94,10 @@ def parser() -> argparse.ArgumentParser:
 def _rates(options: argparse.Namespace) -> Rates:
     if options.rates is None:
         return H200_RATES
-    rows = json.loads(options.rates.read_text())["rows"]
+    try:
+        rows = json.loads(options.rates.read_text())["rows"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--rates {options.rates}: must be a JSON file of benchmarks.bench_ops ({error})") from error
     forward, forward_launch = fit_rates(rows, options.impl, "forward")
     backward, backward_launch = fit_rates(rows, options.impl, "backward")
     return replace(
@@ -114,8 +117,9 @@ def _links(options: argparse.Namespace) -> Links:
 
 
 def _predictor(options: argparse.Namespace) -> Predictor:
-    if options.inner < 1 or options.outer < 1:
-        raise ValueError(f"--inner={options.inner}, --outer={options.outer}: must be at least 1")
+    for name in ("seq_len", "heads", "kv_heads", "head_dim", "inner", "outer"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')}={getattr(options, name)}: must be at least 1")
     if options.index is not None:
         profile = IndexProfile.of(load_index(options.index)[0])
     else:

@@ -64,7 +64,7 @@ class ChosenIndexCoreAttention(MTrainingCoreAttention):
         state = runtime.current_or_none()
         recorder = None if state is None else state.recorder
         if recorder is not None and self.training:
-            recorder.record(self.record_number, aux.index, aux.layout, aux.inner_size)
+            recorder.record(self.layer_index, aux.index, aux.layout, aux.inner_size)
         return out.transpose(0, 1).flatten(2)
 
 
@@ -169,7 +169,7 @@ class OwnLinesCoreAttention(MTrainingCoreAttention):
         recorder = None if state is None else state.recorder
         if recorder is not None and self.training:
             density = Measured((pairs.double() / (q.shape[1] ** 2 / 2)).mean())
-            recorder.indices[self.record_number] = (density, aux.layout, aux.inner_size)
+            recorder.indices[self.layer_index] = (density, aux.layout, aux.inner_size)
         return torch.cat(outs, 1).transpose(0, 1).flatten(2)
 
 

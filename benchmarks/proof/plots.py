@@ -23,8 +23,8 @@ from benchmarks.proof.summary import Run, load_runs
 COLORS = dict(
     zip(
         ("dense", "top-p-0.95", "top-p-0.90", "joint-0.95", "moba", "xattention-0.90", "top-p-0.95-dense-8-19",
-         "top-p-0.98-dense-8-19", "segments-8-0.9"),
-        ("black", "#1f5fa8", "#7fb2e5", "#c8553d", "#3a7d44", "#7b4b94", "#e08a00", "#f2c14e", "#5b8c9b"),
+         "top-p-0.98-dense-8-19", "segments-8-0.9", "segments-8-0.9-dense-8-19"),
+        ("black", "#1f5fa8", "#7fb2e5", "#c8553d", "#3a7d44", "#7b4b94", "#e08a00", "#f2c14e", "#5b8c9b", "#d6336c"),
         strict=True,
     )
 )  # fmt: skip
@@ -80,12 +80,12 @@ def draw_training(runs: list[Run], path: Path) -> None:
 
 
 def draw_density(runs: list[Run], path: Path) -> None:
-    """Density of each layer over the steps, one panel a variant (seed 0)."""
-    chosen = [run for run in runs if run.density is not None and run.seed == 0]
+    """Density of each layer over the steps, one panel a variant (seed 0); MoBA's is the same everywhere."""
+    chosen = [run for run in runs if run.density is not None and run.seed == 0 and run.variant != "moba"]
     rows = -(-len(chosen) // 4)
     figure, panels = pyplot.subplots(rows, 4, figsize=(17, 4 * rows), layout="constrained", squeeze=False)
     for axes in panels.flat[len(chosen) :]:
-        axes.remove()
+        axes.set_axis_off()
     for run, axes in zip(chosen, panels.flat, strict=False):
         table = np.array([step["density_by_layer"] for step in run.steps]).T
         extent = (0, table.shape[1], table.shape[0] + 0.5, 0.5)

@@ -41,6 +41,12 @@ struct Forward {
     static constexpr int kThreads = Config::kThreads;
     static constexpr int kM = Config::kRowTiles;
     using Shared = ForwardShared<Config>;
+    // Steps of Q K^T unrolled at once. All of them are faster, but for sm_80 ptxas then spills the addresses.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    static constexpr int kScoreSteps = D / 16;
+#else
+    static constexpr int kScoreSteps = 4;
+#endif
 
     const AttentionForwardParams& p;
     Shared& shared;
@@ -88,11 +94,13 @@ struct Forward {
     __device__ __forceinline__ void score(float (&s)[kM][8][4]) {
         const uint32_t q = Tile::lane_address(device::shared_address(shared.q), lane);
         const uint32_t k = Tile::lane_address_b(device::shared_address(shared.k), lane);
+        if constexpr (kScoreSteps < D / 16) {
 #pragma unroll
-        for (int m = 0; m < kM; ++m)
+            for (int m = 0; m < kM; ++m)
 #pragma unroll
-            for (int n = 0; n < 8; ++n) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0;
-#pragma unroll 4  // a full unroll keeps every address in a register and spills
+                for (int n = 0; n < 8; ++n) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0;
+        }
+#pragma unroll kScoreSteps
         for (int d = 0; d < D / 16; ++d) {
             uint32_t a[kM][4];
 #pragma unroll
@@ -103,8 +111,13 @@ struct Forward {
                 device::load_matrix(b, Tile::moved(k, 16 * n, d));
 #pragma unroll
                 for (int m = 0; m < kM; ++m) {
-                    device::mma<T>(s[m][2 * n], a[m], b[0], b[1]);
-                    device::mma<T>(s[m][2 * n + 1], a[m], b[2], b[3]);
+                    if (kScoreSteps == D / 16 && d == 0) {
+                        device::mma_first<T>(s[m][2 * n], a[m], b[0], b[1]);
+                        device::mma_first<T>(s[m][2 * n + 1], a[m], b[2], b[3]);
+                    } else {
+                        device::mma<T>(s[m][2 * n], a[m], b[0], b[1]);
+                        device::mma<T>(s[m][2 * n + 1], a[m], b[2], b[3]);
+                    }
                 }
             }
         }

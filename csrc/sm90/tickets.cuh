@@ -185,7 +185,7 @@ struct TileReader {
     }
     // The same right after a wait for the products, which has brought the lanes together.
     __device__ __forceinline__ void products_done(int stage) {
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared.ring.empty[stage]);
+        if (threadIdx.x % (32 / kWarpArrivals) == 0) mbarrier_arrive(&shared.ring.empty[stage]);
     }
 };
 

@@ -42,7 +42,8 @@ class MTrainingCoreAttention(MegatronModule):
 
     Args:
         config: the model's config; checked against :data:`.refusals.REFUSALS`.
-        layer_number: 1-based number of the layer.
+        layer_number: Megatron's number of the layer, from 1. Options, metrics and messages count from 0 (``layer_index``),
+            as checkpoints and Megatron's log of experts do.
         attn_mask_type: must be causal.
         attention_type: must be ``self``.
         attention_dropout: must be None or 0.
@@ -86,7 +87,7 @@ class MTrainingCoreAttention(MegatronModule):
         if k_channels != v_channels:
             raise RefusedError(f"k_channels {k_channels}, v_channels {v_channels}: head dimensions must be equal")
         self.layer_number = max(1, layer_number)
-        self.record_number = self.layer_number  # the check of the built model renumbers MTP layers
+        self.layer_index = self.layer_number - 1  # what users see; the check of the built model renumbers MTP layers
         self.attn_mask_type = attn_mask_type
         self.attention_type = attention_type
         self.softmax_scale = softmax_scale
@@ -194,7 +195,7 @@ class MTrainingCoreAttention(MegatronModule):
     ) -> Tensor:
         """``[s, b, h, d]`` in, ``[s, b, h * d]`` out; the transposes are views."""
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-        state, layer = runtime.current_or_none(), self.record_number - 1
+        state, layer = runtime.current_or_none(), self.layer_index
         config, index = self.mtraining, None
         if state is not None and self.follows_plan:
             config = state.plan.config_for(config, layer, state.steps_done())
@@ -229,7 +230,7 @@ class MTrainingCoreAttention(MegatronModule):
         cp_group: torch.distributed.ProcessGroup | None,
     ) -> None:
         """Leaves the index with the recorder and, in the first call of a layer, the probe's recall: all on the device."""
-        layer = self.record_number
+        layer = self.layer_index
         recorder.record(layer, aux.index, aux.layout, aux.inner_size, cp_group)
         if not recorder.takes_recall or layer in recorder.recalls or not isinstance(aux.index, VerticalSlashIndex):
             return
@@ -255,7 +256,7 @@ class MTrainingCoreAttention(MegatronModule):
             "config": config, "layout": layout, "cp_group": cp_group, "softmax_scale": self.softmax_scale
         }  # fmt: skip
         index = estimate_index(q, k, documents=documents, **where)
-        layer = self.record_number - 1 if self.training else None
+        layer = self.layer_index if self.training else None
         return guard(q, k, index, tp_group=self._tp_group(), layer=layer, **where)
 
     def _packed(

@@ -187,7 +187,7 @@ def format_line(layer: int, seen: tuple[int, int, float, float], guard: Guard) -
     calls, dense, low, high = seen
     watched = [f"lowest recall {low:.4f} (bound {guard.recall})"] if guard.recall is not None else []
     watched += [f"highest density {high:.4f} (bound {guard.density})"] if guard.density is not None else []
-    what = f"layer {layer} (from 0)" if guard.scope == "layer" else f"heads of layer {layer} (from 0)"
+    what = f"layer {layer}" if guard.scope == "layer" else f"heads of layer {layer}"
     return (
         f"> megatron_mtraining: guard: {what} went dense in {dense} of {calls} calls of all ranks: {', '.join(watched)}"
     )

@@ -115,12 +115,12 @@ def check_model(models: Iterable[torch.nn.Module]) -> AttentionCensus:
 
 
 def _number_mtp_layers(models: list[torch.nn.Module]) -> None:
-    """Lets the layers of multi-token prediction, which Megatron numbers from 1 again, be recorded after the decoder's."""
+    """Numbers the layers of multi-token prediction, which Megatron begins anew, after the decoder's."""
     for depth in _modules(models, MultiTokenPredictionLayer):
         cores = list(_modules([depth], MTrainingCoreAttention))
-        first = depth.config.num_layers + (depth.layer_number - 1) * len(cores) + 1
-        for number, core in enumerate(cores, first):
-            core.record_number = number
+        first = depth.config.num_layers + (depth.layer_number - 1) * len(cores)
+        for index, core in enumerate(cores, first):
+            core.layer_index = index
 
 
 def _note_expectations(models: list[torch.nn.Module]) -> None:

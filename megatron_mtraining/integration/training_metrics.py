@@ -12,8 +12,9 @@ A line has, besides `step`, `loss` (mean over the interval's steps) and `tokens_
   attention would have taken, over the time of attention, index included;
 - `layout` and `ring`: what was in use.
 
-All but the first three are those of the interval's last step, the only one of whose attention anything is recorded. What is
-not known (no attention call; recall of row lists) is null. The first step of a run has a line of its own.
+Layers are numbered from 0 over the whole model, as in options. All but the first three are those of the interval's last step,
+the only one of whose attention anything is recorded. What is not known (no attention call; recall of row lists) is null. The
+first step of a run has a line of its own.
 """
 
 from __future__ import annotations

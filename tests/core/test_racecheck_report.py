@@ -27,6 +27,10 @@ COPY = HAZARD.format(
     second="Write",
     second_place="mtraining::sm90::bulk_load(void *, const void *, unsigned int, unsigned long *)",
 )
+ANALYSIS = """\
+========= Error: Race reported between Write access at mtraining::sm90::store_word(unsigned int *, unsigned int) in ptx.cuh:69
+=========     and Read access at mtraining::sm90::load_word(const unsigned int *)+0x4d0 in ptx.cuh:74 [2 hazards]
+"""
 
 
 def summary(count: int) -> str:
@@ -39,10 +43,11 @@ def summary(count: int) -> str:
         (summary(0), 0, "0 reports of polled words, 0 others, 0 not displayed"),
         (POLLED * 3 + summary(3), 0, "3 reports of polled words, 0 others, 0 not displayed"),
         (POLLED + COPY * 2 + summary(3), 1, "2 x WAR: Read weigh ptx.cuh:74 / Write bulk_load key_walk.cuh:69"),
+        (POLLED * 2 + ANALYSIS + summary(3), 0, "2 reports of polled words, 0 others, 0 not displayed"),
         (POLLED + summary(5), 1, "1 reports of polled words, 0 others, 4 not displayed"),
         (POLLED, 1, "racecheck came to no end"),
     ],
-    ids=["clean", "polled", "copy", "hidden", "cut off"],
+    ids=["clean", "polled", "copy", "analysis", "hidden", "cut off"],
 )
 def test_verdict(tmp_path: Path, log: str, status: int, expected: str) -> None:
     path = tmp_path / "log"

@@ -223,3 +223,21 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--mtraining-layout zigzag" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="simulate: seq_len=100000: the striped layout"):
         simulate.main(["--seq-len", "100000", "--layout", "striped"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--seq-len -5", "--seq-len=-5: must be at least 1"),
+        ("--inner 0", "--inner=0: must be at least 1"),
+        ("--heads 0", "--heads=0: must be at least 1"),
+        ("--inter-gbs 0", "--inter-gbs=0.0: must be above 0"),
+        ("--rates none.json", "--rates none.json: must be a JSON file of benchmarks.bench_ops"),
+        ("--rates README.md", "--rates README.md: must be a JSON file of benchmarks.bench_ops"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_the_option(words: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    with pytest.raises(SystemExit, match=f"^simulate: {message}") as refused:
+        simulate.main(words.split())
+    assert "\n" not in str(refused.value)

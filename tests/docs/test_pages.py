@@ -185,7 +185,7 @@ def guide_command() -> list[str]:
     return words[words.index("pretrain_gpt.py") + 1 :]
 
 
-def test_the_command_of_the_megatron_guide_is_accepted(monkeypatch):
+def test_the_command_of_the_megatron_guide_is_accepted(monkeypatch, tmp_path):
     pytest.importorskip("megatron.training", reason="needs megatron-core 0.19 or newer")
     from megatron.training import arguments
 
@@ -195,6 +195,7 @@ def test_the_command_of_the_megatron_guide_is_accepted(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "32")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *guide_command()])
+    monkeypatch.chdir(tmp_path)  # it makes the file of its metrics
     install()
     try:
         args = arguments.parse_args()

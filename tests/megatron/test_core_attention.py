@@ -16,15 +16,17 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_mtraining import MTrainingConfig, mtraining_attention
+from megatron_mtraining.config import BLOCK
 from megatron_mtraining.integration import MTrainingCoreAttention, RefusedError
+from megatron_mtraining.integration.layer_plan import LayerPlan
 from megatron_mtraining.metrics import Recorder
 from megatron_mtraining.recall import probe_recall
 
 from .conftest import make_config
 
 
-def core(**options):
-    return MTrainingCoreAttention(make_config(), 1, AttnMaskType.causal, "self", **options)
+def core(layer_number=1, **options):
+    return MTrainingCoreAttention(make_config(), layer_number, AttnMaskType.causal, "self", **options)
 
 
 def qkv(seq=256, batch=2, heads=4, kv_heads=2, dim=16):
@@ -245,7 +247,7 @@ def test_the_recorder_gets_each_layers_index_in_training(plugin):
     state.recorder = Recorder(takes_recall=True)
     q, k, v = qkv()
     module = core()
-    module.record_number = 7
+    module.layer_index = 7
     module.eval()(q, k, v, None)
     state.recorder.armed = False
     module.train()(q, k, v, None)
@@ -264,7 +266,21 @@ def test_a_dense_layer_keeps_all_of_the_probe(plugin):
     state = plugin(MTrainingConfig(dense=True))
     state.recorder = Recorder(takes_recall=True)
     core().train()(*qkv(), None)
-    assert float(state.recorder.recalls[1]) == 1
+    assert float(state.recorder.recalls[0]) == 1
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_options_and_metrics_number_the_layers_alike(plugin):
+    """A layer that is made dense is the one whose density is that of dense attention."""
+    state = plugin(MTrainingConfig(top_p=0.3))
+    state.plan = LayerPlan(dense_layers=(1,))
+    state.recorder = Recorder()
+    q, k, v = qkv()
+    for number in (1, 2, 3):  # Megatron's
+        core(layer_number=number).train()(q, k, v, None)
+    density = state.recorder.summary()["density_by_layer"]
+    assert list(density) == [0, 1, 2]
+    assert [layer for layer, share in density.items() if share == 1 + BLOCK / q.shape[0]] == [1]
 
 
 class _Ranks:

@@ -170,6 +170,5 @@ def test_what_ranks_saw_is_one_line_a_layer():
     assert seen[3] == (8, 1, 0.5, 0.3)
     line = format_line(3, seen[3], Guard(recall=0.7))
     assert line == (
-        "> megatron_mtraining: guard: layer 3 (from 0) went dense in 1 of 8 calls of all ranks: "
-        "lowest recall 0.5000 (bound 0.7)"
+        "> megatron_mtraining: guard: layer 3 went dense in 1 of 8 calls of all ranks: lowest recall 0.5000 (bound 0.7)"
     )

@@ -143,7 +143,13 @@ def test_what_is_not_modelled_is_said(capsys):
             [*QWEN, "--context-parallel-size", "8", "--gpus-per-node", "12", "--gpus", "24"],
             "context-parallel groups lie differently on the hosts",
         ),
-        ([*QWEN, *CP32, "--communicator-mib", "-1"], "--communicator-mib -1: must be at least 0"),
+        ([*QWEN, *CP32, "--communicator-mib", "-1"], "--communicator-mib -1: must be a number from 0 up"),
+        ([*QWEN, *CP32, "--communicator-mib", "nan"], "--communicator-mib nan: must be a number from 0 up"),
+        ([*QWEN, *CP32, "--attention-backend", "flash"], "argument --attention-backend: invalid choice: 'flash'"),
+        ([*QWEN, *CP32, "--mtraining-dense-layers", "36"], "--mtraining-dense-layers 36: must be .* from 0 to 35"),
+        ([*QWEN, *CP32, "--mtraining-guard-recall", "2"], "--mtraining-guard-recall.*2"),
+        ([*QWEN, *CP32, "--micro-batch-size", "-1"], "--micro-batch-size -1: must be at least 1"),
+        ([*QWEN[:2], "--seq-length", "0", *CP32], "--seq-length 0: must be at least 1"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(words, message):

@@ -37,6 +37,7 @@ def run(tmp_path):
         programs, megatron = tmp_path / "venv" / "bin", tmp_path / "Megatron-LM"
         for folder in (programs, megatron, tmp_path / "wheels"):
             folder.mkdir(parents=True, exist_ok=True)
+        (megatron / "pretrain_gpt.py").touch()
         for name, text in PROGRAMS.items():
             (programs / name).write_text("#!/bin/bash\n" + text)
             (programs / name).chmod(stat.S_IRWXU)
@@ -123,3 +124,12 @@ def test_the_container_keeps_its_torch(run):
 def test_what_is_missing_is_said(run, script, variable):
     done, calls = run(script, **{variable: ""})
     assert done.returncode != 0 and f"{variable}: set it to" in done.stderr and calls == []
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("variable", ["ARGS", "MEGATRON"])
+def test_a_wrong_path_starts_nothing(run, script, variable):
+    """Without options Megatron would stop much later, on every rank, for another reason."""
+    done, calls = run(script, **{variable: "/nowhere"})
+    assert done.returncode == 1 and calls == []
+    assert done.stderr.startswith(f"{variable}: ") and "/nowhere" in done.stderr and done.stderr.count("\n") == 1

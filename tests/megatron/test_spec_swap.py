@@ -137,7 +137,7 @@ class TestModels:
         assert any(name.startswith("mtp.") for name in swapped)
 
     def test_layers_of_multi_token_prediction_are_recorded_after_the_decoders(self, plugin):
-        """Megatron numbers them from 1 again; recorded so, they would take the place of the decoder's in the metrics."""
+        """Megatron begins anew with them; recorded so, they would take the place of the decoder's in the metrics."""
         config = make_config(mtp_num_layers=2)
         plugin(model=config)
         spec = get_gpt_layer_local_spec(normalization="RMSNorm")
@@ -145,7 +145,7 @@ class TestModels:
         model = build_gpt(spec, config, mtp_block_spec=mtp)
         cores = [module for module in model.modules() if isinstance(module, MTrainingCoreAttention)]
         assert [core.layer_number for core in cores] == [1, 2, 1, 2]
-        assert [core.record_number for core in cores] == [1, 2, 3, 4]
+        assert [core.layer_index for core in cores] == [0, 1, 2, 3]
 
     def test_gpt_with_a_users_spec(self, plugin):
         plugin()

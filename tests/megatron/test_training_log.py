@@ -84,13 +84,13 @@ def test_the_numbers_are_those_of_the_index(lines, folder):
     """Of the last step, whose indices were dumped: the first of its two micro-batches, so about those of the second."""
     last = lines[-1]
     indices = [load_index(path)[0] for path in sorted((folder / "dump").iterdir())]
-    assert list(last["density_by_layer"]) == ["1", "2"]
+    assert list(last["density_by_layer"]) == ["0", "1"]
     for index, density in zip(indices, last["density_by_layer"].values(), strict=True):
         assert density == pytest.approx(float(index.density()), rel=0.1)
     layout = torch.load(folder / "logged.0.pt", weights_only=False)
     assert len(layout["indices"]) == 4 * 2 * 2  # steps, micro-batches, layers: recording calls attention no more often
     assert 0.7 <= last["recall"] < 1 and last["recall_lowest"] <= last["recall"]
-    assert set(last["recall_by_layer"]) == {"1", "2"}
+    assert set(last["recall_by_layer"]) == {"0", "1"}
     assert 1 <= last["imbalance_worker"] <= last["imbalance_step"] < 2
     assert last["dense_equivalent_tflops"] * last["density"] == pytest.approx(last["useful_tflops"])
     assert 0 < last["index_share_of_attention"] < 1
@@ -103,7 +103,7 @@ def test_tensorboard_has_the_lines(folder, lines):
         assert [event.step for event in scalars] == LOGGED
         assert [event.value for event in scalars] == pytest.approx([line[name] for line in lines], rel=1e-6)
     for kind in ("density", "recall"):
-        for layer in ("1", "2"):
+        for layer in ("0", "1"):
             scalars = events.Scalars(f"mtraining/{kind}_layer/{layer}")
             expected = [line[f"{kind}_by_layer"][layer] for line in lines]
             assert [event.value for event in scalars] == pytest.approx(expected, rel=1e-6)
@@ -120,7 +120,7 @@ def test_wandb_has_the_lines(folder, lines):
     assert [step for step, _ in ours] == LOGGED
     for (_, values), line in zip(ours, lines, strict=True):
         assert all(values[f"mtraining/{name}"] == line[name] for name in SCALARS)
-        assert values["mtraining/recall_layer/2"] == line["recall_by_layer"]["2"]
+        assert values["mtraining/recall_layer/1"] == line["recall_by_layer"]["1"]
     assert ours[0][1]["mtraining/layout"] == "striped" and "mtraining/layout" not in ours[1][1]
 
 

@@ -51,7 +51,7 @@ def test_job_trains_draws_and_resumes(run_python: Runner, tmp_path: Path, text: 
     for line in whole:
         assert set(line) >= FIELDS
         assert 0 < line["density"] <= 1 + 64 / SEQ
-        assert set(line["density_by_layer"]) == {"1", "2"}
+        assert set(line["density_by_layer"]) == {"0", "1"}
         assert line["imbalance_worker"] >= 1
         assert line["imbalance_step"] >= 1
         assert 0 < line["index_share"] < 1

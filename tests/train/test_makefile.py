@@ -70,6 +70,15 @@ def test_an_empty_variable_is_the_default(project: Path) -> None:
     assert make(project, "train", "SEQ=", "NAME=") == ["examples/train.py"]
 
 
+def test_a_misspelt_option_is_refused(project: Path) -> None:
+    """It would count for nothing; variables of the set-up and of the environment are no options of the training."""
+    make(project, "train", "CUDA=OFF", "PYTHON=python3.12", TOPP="0.5")
+    run = subprocess.run(["make", "train", "TOPP=0.5"], cwd=project, capture_output=True, text=True, check=False)
+    assert run.returncode == 2 and run.stdout == ""
+    assert f"make train: TOPP: no such option; valid: {' '.join(OPTIONS)}." in run.stderr
+    assert run.stderr.count("\n") == 1
+
+
 def test_make_lists_every_option_and_target(project: Path) -> None:
     text = "\n".join(make(project))
     makefile = (ROOT / "Makefile").read_text()

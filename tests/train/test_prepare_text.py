@@ -86,6 +86,11 @@ def test_no_text_is_one_line(tmp_path: Path, files: dict[str, bytes] | None, mes
     assert not list(tmp_path.glob("data/*.bin"))
 
 
+def test_a_device_is_no_text(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="DATA=/dev/null: neither a file nor a folder"):
+        prepare_text.prepare(Path("/dev/null"), tmp_path)
+
+
 def test_standard_library_is_real_text_without_packages() -> None:
     import sysconfig
 

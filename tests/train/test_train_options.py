@@ -56,6 +56,7 @@ def test_processes_follow_the_gpus(gpus: int, nproc: int, inner: int) -> None:
         (["--seq", "100"], 0, "SEQ=100: .* e.g. 256"),
         (["--seq", "many"], 0, "SEQ=many: must be a positive integer"),
         (["--steps", "0"], 0, "STEPS=0: must be a positive integer"),
+        (["--steps", "\u0663"], 0, "STEPS=\u0663: must be a positive integer"),
         (["--steps", "-3"], 0, "STEPS=-3: must be a positive integer"),
         (["--nproc", "x"], 0, "NPROC=x: must be a positive integer"),
         (["--nproc", "4"], 2, r"NPROC=4: this machine has 2 GPU\(s\)"),
