@@ -114,10 +114,13 @@ def named(impl: str) -> str:
 
 
 def ring(name: str) -> str:
-    """Real ranks: time of a pass, and how much of the traffic is hidden."""
-    header = ["tokens", "ranks", "layout", "pass", "ms, slowest rank", "transfer ms", "exposed ms", "hidden"]
+    """Real ranks: time of a pass, and how much of the traffic is hidden where that was recorded."""
+    header = ["tokens", "ranks", "ring", "pass", "ms, slowest rank", "transfer ms", "exposed ms", "hidden"]
     keys = ("seq_len", "cp_size", "case", "pass", "ms", "transfer_ms", "exposed_ms")
-    lines = [[*(row[key] for key in keys), f"{row['hidden']:.1%}"] for row in load(name)["rows"]]
+    lines = [
+        [*(row.get(key) for key in keys), f"{row['hidden']:.1%}" if "hidden" in row else None]
+        for row in load(name)["rows"]
+    ]
     return f"{markdown(header, lines)}\n\n{source(name)}"
 
 
