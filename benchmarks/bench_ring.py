@@ -45,14 +45,21 @@ def problem_of(seq_len: int, heads: str, device: str = "cuda") -> Problem:
     return Problem(seq_len, *map(int, heads.split("/")), device=device)
 
 
+def head_name(spread: float) -> str:
+    """The case of head-parallel attention with such heads."""
+    return "head-parallel, " + (f"densities spread by e^{spread}" if spread else "heads alike")
+
+
 def balance(problem: Problem, node: tuple[int, int], pattern: str) -> Iterator[Row]:
-    """Imbalance in pairs of all rings."""
+    """Imbalance in pairs of all rings, and of head-parallel attention (all of its pairs: it has no steps)."""
     index = pattern_index(problem, pattern)
     for case in comparison(node[0], False):
         if case.chunks is None:  # pairs do not depend on launches
             ring = case.ring(node[0] * node[1], node[1])
             layout = case.layout_of(problem.seq_len, ring)
             yield {"case": case.name, "density": round(float(index.density()), 4), **in_pairs(index, layout, ring)}
+    for spread in (SPREAD, 0.0):
+        yield from heads.pair_rows(pattern_index(problem, "bands", spread), (2, 4, 8, 16), head_name(spread))
 
 
 def gathered_rows(problem: Problem, tensors: tuple[torch.Tensor, ...], node: tuple[int, int]) -> Iterator[Row]:
@@ -74,11 +81,11 @@ def gathered_rows(problem: Problem, tensors: tuple[torch.Tensor, ...], node: tup
 
 def head_rows(problem: Problem, tensors: tuple[torch.Tensor, ...]) -> Iterator[Row]:
     """Head-parallel sparse attention, with heads alike and with heads of different density."""
-    for spread, text in ((SPREAD, f"densities spread by e^{SPREAD}"), (0.0, "heads alike")):
+    for spread in (SPREAD, 0.0):
         index = pattern_index(problem, "bands", spread)
         for ranks in (8, 16) if spread else (8,):
             if problem.heads % ranks == 0:
-                yield from heads.head_rows(problem, tensors, index, ranks, f"head-parallel, {text}")
+                yield from heads.head_rows(problem, tensors, index, ranks, head_name(spread))
 
 
 def policy_rows(shape: Problem, node: tuple[int, int]) -> Iterator[Row]:

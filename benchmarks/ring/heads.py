@@ -57,6 +57,17 @@ def head_times(tensors: tuple[Tensor, ...], index: VerticalSlashIndex, ranks: in
     return found
 
 
+def pair_rows(index: VerticalSlashIndex, sizes: tuple[int, ...], name: str) -> list[Row]:
+    """Imbalance in pairs alone, a row for each number of ranks that divides the heads. Needs no GPU."""
+    pairs = index.pairs()[0].cpu().numpy()
+    return [
+        {"case": name, "density": round(float(index.density()), 4), "tp_size": ranks,
+         "pairs_total": round(head_parallel_imbalance(pairs, ranks), 3)}
+        for ranks in sizes
+        if pairs.shape[-1] % ranks == 0
+    ]  # fmt: skip
+
+
 def head_rows(
     problem: Problem, tensors: tuple[Tensor, ...], index: VerticalSlashIndex, ranks: int, name: str
 ) -> list[Row]:

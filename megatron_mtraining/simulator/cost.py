@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 
+SPARSE, LONG = 0.5, 131072
+"""Rows that rates are fitted to: densities below, tokens from."""
+
 
 @dataclass(frozen=True)
 class Link:
@@ -78,29 +81,40 @@ class Shape:
         return 2.0 * self.seq_len / cp_size * self.kv_heads * self.head_dim * size
 
 
-H200_RATES = Rates(forward=448e12, backward=378e12, forward_launch=0.18e-3, backward_launch=0.19e-3, index=0.95e-3)
-"""Fitted by :func:`fit_rates` to ``benchmarks/results/ops-2026-11-30-nvidia-h200.json`` (sm90 kernels; within 17% forward, 24%
-backward, the worst at densities of 2% and 100%); index: one rank with 128K tokens."""
+H200_RATES = Rates(forward=597e12, backward=393.5e12, forward_launch=0.122e-3, backward_launch=0.179e-3, index=1.08e-3)
+"""Fitted by :func:`fit_rates` to ``benchmarks/results/ops-2026-11-30-nvidia-h200.json`` (sm90 kernels, head dimension 128;
+within 16% forward, 10% backward, the worst at densities of 10% and 2%); index: one rank with 128K tokens."""
 
 H200_LINKS = Links(Link(0.05e-3, 225e9), Link(0.05e-3, 40e9))
 """Inside a node: batched send and receive of 64 MiB over NVLink between two H200, 225 GB/s measured. Between nodes:
 assumed, 400 Gbit/s per GPU at 80%; latencies assumed."""
 
 
-def fit_rates(rows: list[dict[str, Any]], impl: str, passed: str) -> tuple[float, float]:
+def fit_rates(rows: list[dict[str, Any]], impl: str, passed: str, head_dim: int = 128) -> tuple[float, float]:
     """``(FLOP/s, seconds per launch)`` that explain the rows of ``benchmarks.bench_ops`` best, relative errors squared.
+
+    Of sparse attention (density below one half) of at least 128K tokens: dense attention has another rate, and short
+    sequences mostly launches.
 
     Args:
         rows: of the result file.
         impl: such as ``mtraining-sm90``.
         passed: ``forward`` or ``backward``.
+        head_dim: of the rows.
 
     Raises:
         ValueError: if there are fewer than two such rows.
     """
-    found = [row for row in rows if row["impl"] == impl and row["pass"] == passed]
+    found = [
+        row for row in rows
+        if (row["impl"], row["pass"], row["head_dim"]) == (impl, passed, head_dim)
+        and row["density"] < SPARSE and row["seq_len"] >= LONG
+    ]  # fmt: skip
     if len(found) < 2:
-        raise ValueError(f"impl={impl!r}, pass={passed!r}: {len(found)} rows, at least 2 are needed")
+        raise ValueError(
+            f"impl={impl!r}, pass={passed!r}: {len(found)} rows, at least 2 are needed (head_dim={head_dim}, density "
+            f"below {SPARSE}, seq_len from {LONG})"
+        )
     seconds = np.array([row["ms"] / 1e3 for row in found])
     flops = np.array([row["tflops"] * 1e12 for row in found]) * seconds
     launches = np.array([(row.get("cp_size") or 1) / (row.get("chunks_per_launch") or 1) for row in found])
