@@ -35,7 +35,7 @@ SYSTEMS = {
     "ours": ("C0", "o-"),
     "striped, flat ring": ("C1", "s-"),
     "zigzag, flat ring": ("C3", "v-"),
-    "dense, zigzag": ("C7", "*-"),
+    "dense, zigzag": ("C7", "D-"),
 }
 SIZES = (8, 16, 32)
 """Numbers of ranks that are simulated."""
@@ -150,7 +150,7 @@ def draw_steps(axis: Any, found: list[tuple[str, int, Attention, float]]) -> Non
                     size, rate, style[0], color=color, fillstyle="none" if size in SIZES else "full", markersize=6
                 )
             axis.plot([], [], style, color=color, label=system)
-    axis.set(xscale="log", yscale="log", xlabel="GPUs (filled: parts measured; hollow: attention simulated)",
+    axis.set(xscale="log", yscale="log", xlabel="GPUs (filled: measured parts; hollow: simulated)",
              ylabel="thousand tokens a second", title=f"training step, {MODEL}, 256K tokens")  # fmt: skip
     axis.set_xticks([1, 2, 8, 16, 32], ["1", "2", "8", "16", "32"])
     axis.minorticks_off()

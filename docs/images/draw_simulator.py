@@ -45,7 +45,7 @@ def main() -> None:
     times.set_ylim(0)
     times.set_xlabel("GPUs (nodes of 8)")
     times.set_ylabel("million tokens/s of one attention layer")
-    times.legend(fontsize=8)
+    times.legend(fontsize=8, loc="upper left")
     predictor = Predictor(Shape(SEQ), profile, Cluster(32, 8, H200_LINKS, H200_RATES))
     degrees = [predictor.predict(choice).balance.worker for choice in BALANCE.values()]
     bars = balance.barh(list(BALANCE), degrees, color=["tab:blue", "tab:cyan", "tab:red", "tab:pink"])

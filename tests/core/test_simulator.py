@@ -149,6 +149,18 @@ def test_rates_are_those_of_the_result_file() -> None:
         fit_rates(rows, "mtraining-sm70", "forward")
 
 
+def test_rates_are_fitted_to_long_sparse_rows_of_a_head_dimension() -> None:
+    row = {"impl": "x", "pass": "forward", "head_dim": 64, "density": 0.05, "seq_len": 131072}
+    fitted = [
+        {**row, "ms": 1.0 + 0.5 * chunks, "tflops": 100 / (1.0 + 0.5 * chunks), "cp_size": chunks} for chunks in (1, 4)
+    ]
+    others = [{**fitted[0], "ms": 9.0, **other} for other in ({"head_dim": 128}, {"density": 1.0}, {"seq_len": 32768})]
+    rate, launch = fit_rates(fitted + others, "x", "forward", 64)
+    assert (rate, launch) == (pytest.approx(100e12), pytest.approx(0.5e-3))
+    with pytest.raises(ValueError, match="1 rows, at least 2 are needed \\(head_dim=128, density below 0.5"):
+        fit_rates(fitted + others, "x", "forward")
+
+
 def test_head_parallel_imbalance() -> None:
     assert head_parallel_imbalance(np.array([1, 1, 1, 1]), 2) == 1
     assert head_parallel_imbalance(np.array([[3, 1], [1, 3]]), 2) == 1.5, "layers wait for each other"
