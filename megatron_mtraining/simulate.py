@@ -98,8 +98,8 @@ def _rates(options: argparse.Namespace) -> Rates:
         rows = json.loads(options.rates.read_text())["rows"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"--rates {options.rates}: must be a JSON file of benchmarks.bench_ops ({error})") from error
-    forward, forward_launch = fit_rates(rows, options.impl, "forward")
-    backward, backward_launch = fit_rates(rows, options.impl, "backward")
+    forward, forward_launch = fit_rates(rows, options.impl, "forward", options.head_dim)
+    backward, backward_launch = fit_rates(rows, options.impl, "backward", options.head_dim)
     return replace(
         H200_RATES, forward=forward, backward=backward, forward_launch=forward_launch, backward_launch=backward_launch
     )
