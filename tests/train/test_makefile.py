@@ -26,9 +26,9 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def make(project: Path, *arguments: str, **variables: str) -> list[str]:
+def run_make(project: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")} | variables
-    run = subprocess.run(
+    return subprocess.run(
         ["make", "--no-print-directory", *arguments],
         cwd=project,
         env=environment,
@@ -36,6 +36,10 @@ def make(project: Path, *arguments: str, **variables: str) -> list[str]:
         text=True,
         check=False,
     )
+
+
+def make(project: Path, *arguments: str, **variables: str) -> list[str]:
+    run = run_make(project, *arguments, **variables)
     assert run.returncode == 0, run.stderr
     return run.stdout.splitlines()
 
@@ -73,7 +77,7 @@ def test_an_empty_variable_is_the_default(project: Path) -> None:
 def test_a_misspelt_option_is_refused(project: Path) -> None:
     """It would count for nothing; variables of the set-up and of the environment are no options of the training."""
     make(project, "train", "CUDA=OFF", "PYTHON=python3.12", TOPP="0.5")
-    run = subprocess.run(["make", "train", "TOPP=0.5"], cwd=project, capture_output=True, text=True, check=False)
+    run = run_make(project, "train", "TOPP=0.5")
     assert run.returncode == 2 and run.stdout == ""
     assert f"make train: TOPP: no such option; valid: {' '.join(OPTIONS)}." in run.stderr
     assert run.stderr.count("\n") == 1
