@@ -72,15 +72,16 @@ def test_a_forked_run_has_its_clients_output_environment_and_status(server, tmp_
 
 def test_ranks_share_a_rendezvous_and_have_numbers_of_their_own(server, tmp_path):
     program = tmp_path / "program.py"
+    mine, both = tmp_path / "rank", [str(tmp_path / "rank0"), str(tmp_path / "rank1")]
     program.write_text(
-        "names = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_PORT')\n"
-        "os.write(1, (' '.join(os.environ[name] for name in names) + '\\n').encode())\n"
-        f"folder = Path({str(tmp_path)!r})\n"
-        "(folder / ('rank' + os.environ['RANK'])).touch()\n"
-        "while not all((folder / name).exists() for name in ('rank0', 'rank1')): time.sleep(0.01)"
+        "words = [os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_PORT')]\n"
+        "os.write(1, (' '.join(words) + '\\n').encode())\n"
+        f"Path({str(mine)!r} + os.environ['RANK']).touch()\n"
+        f"while not (os.path.exists({both[0]!r}) and os.path.exists({both[1]!r})): time.sleep(0.01)"
     )
     run = client(server, program, 2)
-    first, second = sorted(line.split() for line in run.communicate(timeout=20)[0].splitlines())
+    first, second = sorted(line.split() for line in run.communicate(timeout=60)[0].splitlines())
+    assert run.returncode == 7  # what the stand-in for training returns
     assert (first[:3], second[:3]) == (["0", "0", "2"], ["1", "1", "2"])
     assert first[3] == second[3]
 
