@@ -12,7 +12,7 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -195,20 +195,28 @@ def checks(options: Options) -> Iterator[Run]:
 GROUPS = {"curves": curves, "golden": golden, "speed": speed, "checks": checks}
 
 
-def main() -> None:
-    """Runs the groups, one after another."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def parser_of(description: str, groups: Iterable[str], speed_length: int) -> argparse.ArgumentParser:
+    """The options of all commands that train with Megatron-LM; `speed_length` is the default of --speed-length."""
+    parser = argparse.ArgumentParser(description=description.split("\n", maxsplit=1)[0])
     parser.add_argument("--megatron", type=Path, required=True, help="a checkout of Megatron-LM")
     parser.add_argument("--older", type=Path, required=True, help="one of an older release, for some of the runs")
     parser.add_argument("--data", required=True, help="prefix of a dataset of examples/prepare_text.py")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--groups", default=",".join(GROUPS), help=f"of {', '.join(GROUPS)}")
+    parser.add_argument("--groups", default=",".join(groups), help=f"of {', '.join(groups)}")
     parser.add_argument("--only", default="", help="names of runs, separated by commas (default: all)")
-    parser.add_argument("--speed-length", type=int, default=131072, help="tokens of the sequence of the group speed")
+    parser.add_argument(
+        "--speed-length", type=int, default=speed_length, help="tokens of a sequence of the group speed"
+    )
+    parser.add_argument("--extra", default="", help="more options of Megatron for every run")
+    return parser
+
+
+def main() -> None:
+    """Runs the groups, one after another."""
+    parser = parser_of(str(__doc__), GROUPS, 131072)
     parser.add_argument(
         "--at-once", action="store_true", help="start all runs together (their times mean nothing then)"
     )
-    parser.add_argument("--extra", default="", help="more options of Megatron for every run")
     given = parser.parse_args()
     options = Options(given.megatron, given.older, given.data, given.out.resolve(), given.speed_length, given.extra)
     given.out.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .megatron_runs import CURVES, EXPERTS, LOAD, LOCAL, MANY, MODEL, OURS, P1, P95, SAVE, SMALL, SPARSE, TE, Options
+from .megatron_runs import (
+    CURVES,
+    EXPERTS,
+    LOAD,
+    LOCAL,
+    MANY,
+    MODEL,
+    OURS,
+    P1,
+    P95,
+    SAVE,
+    SMALL,
+    SPARSE,
+    TE,
+    Options,
+    parser_of,
+)
 from .run_pool import Run, run_all
 
 ROOT = Path(__file__).parents[1]
@@ -229,16 +245,7 @@ def judge(result: dict[str, Any], logs: Path) -> dict[str, Any]:
 
 def parse(description: str, groups: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=description.split("\n", maxsplit=1)[0])
-    parser.add_argument("--megatron", type=Path, required=True, help="a checkout of Megatron-LM")
-    parser.add_argument("--older", type=Path, required=True, help="one of an older release, for some of the runs")
-    parser.add_argument("--data", required=True, help="prefix of a dataset of examples/prepare_text.py")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--groups", default=",".join(groups), help=f"of {', '.join(groups)}")
-    parser.add_argument("--only", default="", help="names of runs, separated by commas (default: all)")
-    parser.add_argument("--speed-length", type=int, default=65536, help="tokens of the sequence of the group speed")
-    parser.add_argument("--extra", default="", help="more options of Megatron for every run")
-    return parser.parse_args()
+    return parser_of(description, groups, 65536).parse_args()
 
 
 def run_groups(given: argparse.Namespace, groups: dict[str, Callable[[Single], Iterator[Run]]], ranks: int = 1) -> None:
