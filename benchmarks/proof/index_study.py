@@ -24,7 +24,7 @@ from benchmarks.proof.corpus import read_ids
 from benchmarks.proof.estimators import PROBES, ProbeView, last_rows, spread_rows
 from benchmarks.proof.mass import block_row_mass, densities, kept_share
 from benchmarks.proof.session import single_rank
-from benchmarks.proof.smollm import ROPE_THETA, build_model, load_weights, read_weights
+from benchmarks.proof.smollm import pretrained
 from megatron_mtraining import MTrainingConfig, estimate_index
 
 SHARES = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
@@ -136,11 +136,7 @@ def main() -> None:
     wanted = {name: wanted[name] for name in options.families or wanted}
     options.output.mkdir(parents=True, exist_ok=True)
     with single_rank() as device, (options.output / f"index-{options.length}.jsonl").open("w") as file:
-        shape, weights = read_weights(options.gguf)
-        theta = shape.rope_theta if options.length <= shape.context else ROPE_THETA
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        model = build_model(shape, max_seq=options.length, rope_theta=theta, dtype=dtype).to(device).eval()
-        load_weights(model, weights)
+        model = pretrained(options.gguf, options.length, device)
         text = read_ids(options.data, "valid")
         for line in study_model(model, text, options.length, options.windows, wanted, options.layers):
             file.write(json.dumps(line) + "\n")

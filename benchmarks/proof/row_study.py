@@ -24,7 +24,7 @@ from benchmarks.proof.corpus import read_ids
 from benchmarks.proof.evaluate import planted
 from benchmarks.proof.mass import attention_rows, densities
 from benchmarks.proof.session import single_rank
-from benchmarks.proof.smollm import ROPE_THETA, build_model, load_weights, read_weights
+from benchmarks.proof.smollm import pretrained
 from benchmarks.proof.tasks import Phrases
 from benchmarks.proof.variants import variant
 from megatron_mtraining import MTrainingConfig, VerticalSlashIndex, estimate_index
@@ -133,11 +133,7 @@ def main() -> None:
     configs = configs_of(options.variants)
     phrases = Phrases.load(options.data / "phrases.json")
     with single_rank() as device, (options.output / f"rows-{options.length}.jsonl").open("w") as file:
-        shape, weights = read_weights(options.gguf)
-        theta = shape.rope_theta if options.length <= shape.context else ROPE_THETA
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        model = build_model(shape, max_seq=options.length, rope_theta=theta, dtype=dtype).to(device).eval()
-        load_weights(model, weights)
+        model = pretrained(options.gguf, options.length, device)
         text = read_ids(options.data, "valid")
         tokens, answers = planted(text, options.length, options.questions, phrases, 0)
         for line in study_rows(model, tokens.to(device), answers.to(device), configs, options.layers, options.rows):

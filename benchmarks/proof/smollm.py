@@ -164,3 +164,16 @@ def load_weights(model: GPTModel, weights: dict[str, Tensor]) -> None:
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
+
+
+def pretrained(gguf: Path, length: int, device: torch.device) -> GPTModel:
+    """The model of a GGUF file for `length` tokens, for evaluation: bf16 on a GPU, else fp32.
+
+    Beyond the context that it was trained with its RoPE base is `ROPE_THETA`.
+    """
+    shape, weights = read_weights(gguf)
+    theta = shape.rope_theta if length <= shape.context else ROPE_THETA
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = build_model(shape, max_seq=length, rope_theta=theta, dtype=dtype).to(device).eval()
+    load_weights(model, weights)
+    return model
