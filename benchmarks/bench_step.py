@@ -54,7 +54,7 @@ class Run:
         self.attend: Attend
         if system.policy is None:
             layout = Layout.zigzag(args.seq_len, size)
-            self.how, self.attend = dense_attend(self.model, groups.cp)
+            self.how, self.attend = dense_attend(self.model, groups)
         else:
             self.sparse = Sparse(system, args.seq_len, args.density, groups)
             layout, self.how, self.attend = self.sparse.layout, "this package", self.sparse
@@ -141,7 +141,9 @@ def main() -> None:
     if args.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
     size = dist.get_world_size()
     groups = real.ring_groups(size)
     found: list[Row] = []

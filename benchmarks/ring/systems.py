@@ -20,6 +20,7 @@ from benchmarks.ring import megatron_dense
 from benchmarks.ring.gathered import attend as dense_on_one
 from megatron_mtraining import Layout, MTrainingConfig
 from megatron_mtraining.attention import attention_on_groups
+from megatron_mtraining.block_lists import Index
 from megatron_mtraining.comm import RingGroups
 from megatron_mtraining.config import BLOCK
 from megatron_mtraining.simulator.memory import Model
@@ -85,7 +86,7 @@ class Sparse:
     Args:
         groups: the process groups of the ring.
         multiple: of the budgets that are first guessed.
-        limit: calls whose density is noted, in ``densities``.
+        limit: calls whose index is noted, in ``indices``.
     """
 
     system: System
@@ -94,7 +95,7 @@ class Sparse:
     groups: RingGroups
     multiple: float = 1.0
     limit: int = 0
-    densities: list[Tensor] = field(default_factory=list)
+    indices: list[Index] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.config = self.system.config(self.seq_len, self.density, self.multiple)
@@ -105,17 +106,17 @@ class Sparse:
         out, aux = attention_on_groups(
             q, k, v, config=self.config, groups=self.groups, layout=self.layout, return_aux=True
         )  # fmt: skip
-        if len(self.densities) < self.limit:
-            self.densities.append(aux.index.density())
-        return out  # type: ignore[no-any-return]
+        if len(self.indices) < self.limit:
+            self.indices.append(aux.index)
+        return out
 
     def note(self, calls: int) -> None:
-        """The next calls' densities are noted."""
-        self.densities, self.limit = [], calls
+        """The next calls' indices are noted."""
+        self.indices, self.limit = [], calls
 
     def measured_density(self) -> float:
         """Mean of the noted calls, over all ranks; collective."""
-        mean = torch.stack(self.densities).mean()
+        mean = torch.stack([index.density() for index in self.indices]).mean()
         if self.groups.cp_size > 1:
             dist.all_reduce(mean, group=self.groups.cp)
         return float(mean) / self.groups.cp_size
@@ -126,15 +127,15 @@ class Sparse:
         self.config = self.system.config(self.seq_len, self.density, self.multiple)
 
 
-def dense_attend(model: Model, group: dist.ProcessGroup) -> tuple[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+def dense_attend(model: Model, groups: RingGroups) -> tuple[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
     """``(implementation, attend)`` of dense attention: cuDNN on one rank, Transformer Engine's p2p ring on several.
 
     Raises:
         RuntimeError: several ranks without Transformer Engine.
     """
-    if dist.get_world_size(group) == 1:
+    if groups.cp is None or groups.cp_size == 1:
         return "cuDNN", lambda q, k, v: dense_on_one(q, k, v, True).transpose(1, 2)
     if not megatron_dense.installed():
         raise RuntimeError("dense on several ranks: needs Transformer Engine, which is not installed")
-    module = megatron_dense.attention(model.heads, model.kv_heads, model.head_dim, group)
+    module = megatron_dense.attention(model.heads, model.kv_heads, model.head_dim, groups.cp)
     return "Transformer Engine p2p", lambda q, k, v: module(q, k, v.contiguous()).view(q.shape)
