@@ -28,6 +28,7 @@ from benchmarks.ring.systems import SYSTEMS, Sparse, System, dense_attend
 from benchmarks.ring.transformer import Attend, Transformer
 from megatron_mtraining import Layout
 from megatron_mtraining.comm import RingGroups
+from megatron_mtraining.config import BLOCK
 from megatron_mtraining.simulator.memory import MODELS, Model
 
 MODULE = "benchmarks.bench_step"
@@ -131,6 +132,14 @@ def arguments() -> argparse.Namespace:
         parser.error(f"--density {args.density}: must be between 0 and 1")
     if not 1 <= args.layers <= MODELS[args.model].layers:
         parser.error(f"--layers {args.layers}: must be from 1 to {MODELS[args.model].layers}, those of {args.model}")
+    for name in ("repeats", "dense_repeats"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
+    unit = 2 * BLOCK * int(os.environ.get("WORLD_SIZE", "1"))  # two zigzag chunks a rank
+    if args.seq_len < 1 or args.seq_len % unit:
+        parser.error(f"--seq-len {args.seq_len}: must be a multiple of {unit}, two chunks of {BLOCK} tokens a rank")
+    if "WORLD_SIZE" not in os.environ:
+        parser.error("run it under torchrun: torchrun --nproc-per-node 1 -m benchmarks.bench_step ...")
     return args
 
 

@@ -29,6 +29,15 @@ GATE = 512
 """Tokens of a block of MoBA's gate."""
 
 
+def top_gates(gates: float, density: float) -> int:
+    """How many of ``gates`` every row keeps to come nearest a density: half of its own one, all of the others."""
+
+    def kept(count: int) -> float:
+        return (2 * count - 1) / gates - count * (count - 1) / gates**2
+
+    return min(range(1, math.ceil(gates) + 1), key=lambda count: abs(kept(count) - density))
+
+
 @dataclass(frozen=True)
 class System:
     """How to attend.
@@ -52,12 +61,10 @@ class System:
         share = multiple * density / (SLASH_SHARE + COLUMN_SHARE)
         slash = max(1, round(share * SLASH_SHARE * seq_len / BLOCK))
         vertical = round(share * COLUMN_SHARE * seq_len)
-        gates = seq_len / GATE
         options: dict[str, dict[str, float]] = {
             "top_p": {"max_slash": slash, "max_vertical": vertical},
             "fixed": {"fixed_slash": slash, "fixed_vertical": vertical},
-            # k gates of each row: k (2 G - k) of the G^2 / 2 pairs of gates below the diagonal.
-            "moba": {"moba_block_size": GATE, "moba_top_k": max(1, round(gates * (1 - math.sqrt(1 - density))))},
+            "moba": {"moba_block_size": GATE, "moba_top_k": top_gates(seq_len / GATE, density)},
             "xattention": {"top_p": min(1.0, round(multiple * density, 4))},
         }
         return MTrainingConfig(layout=self.layout, index_policy=self.policy, **options[self.policy])  # type: ignore[arg-type]
