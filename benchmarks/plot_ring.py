@@ -198,9 +198,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--target", type=Path, default=Path("docs/images/ring.png"))
     args = parser.parse_args()
-    cases = by_case(newest(args.folder, "ring-*-virtual-4x8-512k.json"), LONG)
-    balance = {case_name(row): row for row in newest(args.folder, "ring-*-pairs-4x8-512k.json")}
-    found = list(steps(args.folder))
+    try:
+        cases = by_case(newest(args.folder, "ring-*-virtual-4x8-512k.json"), LONG)
+        balance = {case_name(row): row for row in newest(args.folder, "ring-*-pairs-4x8-512k.json")}
+        found = list(steps(args.folder))
+    except FileNotFoundError as error:
+        parser.error(str(error))
     figure, axes = plt.subplots(1, 3, figsize=(16, 4.4))
     draw_balance(axes[0], balance)
     draw_times(axes[1], cases)

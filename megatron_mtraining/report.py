@@ -20,21 +20,31 @@ import torch
 from .metrics import imbalance_degrees
 from .ring_profile import PassTimes
 
+METRICS_KEYS = frozenset({"step"})
+RING_KEYS = frozenset({"phase", "cp_rank", "launches", "transfers"})
+"""What the lines of the two files have at least."""
+
 CHANNEL_COLORS = {"inner": "#1f5fa8", "outer": "#c8553d", "inner_grad": "#3a7d44", "outer_grad": "#7b4b94"}
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path, needed: frozenset[str] = frozenset()) -> list[dict[str, Any]]:
     """The lines of a JSON-lines file; none if there is no such file.
 
+    Args:
+        needed: keys that every line must have.
+
     Raises:
-        ValueError: for a line that is no JSON; names file and line.
+        ValueError: for a line that is no JSON object with these keys; names file and line.
     """
     found = []
     for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], 1):
         try:
-            found.append(json.loads(line))
+            made = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}:{number}: {error}") from None
+        if not isinstance(made, dict) or not needed <= made.keys():
+            raise ValueError(f"{path}:{number}: must be an object with {', '.join(sorted(needed)) or 'any keys'}")
+        found.append(made)
     return found
 
 
@@ -199,7 +209,7 @@ def page(run: Path) -> str:
     Raises:
         ValueError: if the run has neither file, or one cannot be read.
     """
-    lines, ring = read_lines(run / "metrics.jsonl"), read_lines(run / "ring.jsonl")
+    lines, ring = read_lines(run / "metrics.jsonl", METRICS_KEYS), read_lines(run / "ring.jsonl", RING_KEYS)
     passes = newest_passes(ring)
     if not lines and not passes:
         raise ValueError(

@@ -38,11 +38,10 @@ def dense_rates(rows: Rows, case: str, seq_len: int) -> Rates:
 
 
 def predict(predictor: Predictor, choice: Choice) -> Attention:
-    """One way to run it, with the product's automatic number of chunks a launch; one in a flat ring over nodes."""
+    """One way to run it, with the product's automatic number of chunks a launch."""
     size, local = predictor.cluster.cp_size, predictor.shape.seq_len // predictor.cluster.cp_size
-    one = choice.ring == "flat" and size > predictor.cluster.node_size
     forward, backward = (
-        predictor.predict(replace(choice, chunks_per_launch=1 if one else min(size, chunks_per_launch(local, phase))))
+        predictor.predict(replace(choice, chunks_per_launch=min(size, chunks_per_launch(local, phase))))
         for phase in (False, True)
     )
     return Attention(

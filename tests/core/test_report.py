@@ -93,3 +93,18 @@ def test_a_run_without_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ring.jsonl").write_text("{\n")
     with pytest.raises(ValueError, match=r"ring.jsonl:1"):
         page(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "message"),
+    [
+        ("metrics.jsonl", "{}", "metrics.jsonl:1: must be an object with step"),
+        ("metrics.jsonl", "[1]", "metrics.jsonl:1: must be an object with step"),
+        ("metrics.jsonl", '{"step": 1', "metrics.jsonl:1: Expecting"),
+        ("ring.jsonl", '{"step": 1}', "ring.jsonl:1: must be an object with cp_rank, launches, phase, transfers"),
+    ],
+)
+def test_a_line_of_something_else_is_named(tmp_path: Path, name: str, line: str, message: str) -> None:
+    (tmp_path / name).write_text(line + "\n")
+    with pytest.raises(ValueError, match=message):
+        page(tmp_path)
