@@ -106,6 +106,19 @@ def plot_balance(passes: list[PassTimes]) -> str:
     return _picture(figure)
 
 
+def plot_ratio(passes: list[PassTimes]) -> str:
+    """Transfers over compute of every launch: below 1 compute can hide what the launch sends. The mean rank and the highest."""
+    table = torch.tensor([p.comm_over_compute() for p in passes])
+    places = range(table.shape[1])
+    figure, axes = _axes(f"{passes[0].phase}: transfers posted by a launch over its compute", "launch", "ratio", 2.4)
+    axes.bar(places, table.mean(0).tolist(), color="#1f5fa8", label="mean rank")
+    axes.plot(places, table.amax(0).tolist(), "_", color="#c8553d", label="highest rank")
+    axes.axhline(1, color="grey", linewidth=0.8)
+    axes.set_xticks(list(places)[:: max(1, len(places) // 16)])
+    axes.legend()
+    return _picture(figure)
+
+
 def plot_timeline(times: PassTimes) -> str:
     """What one rank computed, waited for and moved in one pass."""
     lanes = ["compute", *(c for c in CHANNEL_COLORS if any(t.channel == c for t in times.transfers))]
@@ -227,6 +240,8 @@ def page(run: Path) -> str:
         head = "<tr><th>rank</th><th>ms</th><th>compute</th><th>exposed</th><th>transfers</th><th>hidden</th><th>tail</th></tr>"
         parts += [f"<h2>Ring, {html.escape(phase)}</h2>", f"<table>{head}{rows}</table>"]
         parts += [plot_balance(ranks), plot_timeline(ranks[0])]
+        if any(p.transfers for p in ranks):
+            parts.append(plot_ratio(ranks))
         if len(calls.get(phase, [])) > 1:
             parts.append(plot_calls(calls[phase]))
     title = html.escape(run.resolve().name)
