@@ -79,6 +79,8 @@ def parser() -> argparse.ArgumentParser:
     add("--spread", type=float, default=0.0, help="... deviation of the logarithm of the heads' densities")
     add("--rates", type=Path, help="a result file of benchmarks.bench_ops to fit the compute rates to")
     add("--impl", default="mtraining-sm90", help="... of these kernels (default: %(default)s)")
+    add("--forward-tflops", type=float, help="useful TFLOP/s of a launch forward, in place of the fitted rate")
+    add("--backward-tflops", type=float, help="... backward")
     add("--intra-gbs", type=float, default=225.0, help="GB/s of a GPU inside a node (default: %(default)s)")
     add("--inter-gbs", type=float, default=40.0, help="GB/s of a GPU between nodes (default: %(default)s, assumed)")
     add("--intra-us", type=float, default=50.0, help="latency inside a node (default: %(default)s)")
@@ -102,6 +104,13 @@ def _check(options: argparse.Namespace, *names: str, low: float, above: bool = F
 
 
 def _rates(options: argparse.Namespace) -> Rates:
+    given = [name for name in ("forward_tflops", "backward_tflops") if getattr(options, name) is not None]
+    _check(options, *given, low=0.0, above=True)
+    rates = _fitted_rates(options)
+    return replace(rates, **{name.removesuffix("_tflops"): getattr(options, name) * 1e12 for name in given})
+
+
+def _fitted_rates(options: argparse.Namespace) -> Rates:
     if options.rates is None:
         return H200_RATES
     try:

@@ -274,6 +274,17 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         simulate.main(["--seq-len", "100000", "--layout", "striped"])
 
 
+def test_given_rates_take_the_place_of_fitted_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--seq-len 65536 --inner 2 --outer 1 --layout striped --ring flat --json".split()
+    found = []
+    for more in ([], ["--forward-tflops", "59.7"], ["--backward-tflops", "39.4"]):
+        simulate.main([*words, *more])
+        found.append(json.loads(capsys.readouterr().out)["choices"][0])
+    stock, forward, backward = found
+    assert forward["forward_ms"] > 5 * stock["forward_ms"] and forward["backward_ms"] == stock["backward_ms"]
+    assert backward["backward_ms"] > 5 * stock["backward_ms"] and backward["forward_ms"] == stock["forward_ms"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -293,6 +304,7 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
             "--index docs/images/ring.png",
             "--index=docs/images/ring.png: docs/images/ring.png: not an index of format 1",
         ),
+        ("--forward-tflops 0", "--forward-tflops=0.0: must be above 0"),
         ("--inter-gbs nan", "--inter-gbs=nan: must be above 0"),
         ("--intra-us -5", "--intra-us=-5.0: must be at least 0"),
         ("--layout striped --chunks 0", "--chunks=0: must be at least 1"),
