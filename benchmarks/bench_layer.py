@@ -17,11 +17,9 @@ from torch import Tensor
 
 from benchmarks.ring.cases import Row
 from benchmarks.ring.output import write
+from benchmarks.ring.transformer import PIECE, after_attention, layer_shapes, queries_keys_values, rotary_table
 from benchmarks.timing import measure
 from megatron_mtraining.simulator.memory import MODELS, Model
-
-HEAD_TOKENS = 4096
-"""Tokens whose logits are made at a time."""
 
 
 class Layer:
@@ -29,38 +27,23 @@ class Layer:
 
     def __init__(self, model: Model, tokens: int, device: str) -> None:
         self.model = model
-        width = (model.heads + 2 * model.kv_heads) * model.head_dim
 
         def weight(*shape: int) -> Tensor:
             return (0.02 * torch.randn(*shape, device=device, dtype=torch.bfloat16)).requires_grad_()
 
-        self.weights = [
-            weight(width, model.hidden), weight(model.hidden, model.heads * model.head_dim),
-            weight(2 * model.ffn, model.hidden), weight(model.hidden, model.ffn),
-            weight(model.hidden), weight(model.hidden),
-        ]  # fmt: skip
+        self.weights = [weight(*shape) for shape in layer_shapes(model)]
         self.x = torch.randn(tokens, model.hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
         self.dout = torch.randn_like(self.x)
-        self.angle = torch.rand(tokens, 1, model.head_dim // 2, device=device).bfloat16()
+        self.rotary = rotary_table(torch.arange(tokens, device=device), model.head_dim, torch.bfloat16)
         self.out: Tensor | None = None
-
-    def rotate(self, x: Tensor) -> Tensor:
-        """Rotary embedding of ``[tokens, heads, dim]``."""
-        first, second = x.chunk(2, -1)
-        cos, sin = self.angle, 1 - self.angle
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
     def forward(self) -> None:
         """One pass; its graph serves the backward passes."""
-        model, (qkv, project, up, down, norm1, norm2) = self.model, self.weights
-        made = F.linear(F.rms_norm(self.x, (model.hidden,), norm1), qkv).unflatten(-1, (-1, model.head_dim))
-        q, k, v = made.split((model.heads, model.kv_heads, model.kv_heads), 1)
-        q, k = self.rotate(q), self.rotate(k)
+        model = self.model
+        q, k, v = queries_keys_values(model, self.weights, self.x, self.rotary)
         # In place of attention: every operand is used, so that its gradient is needed.
         attended = q + torch.cat((k + v,) * (model.heads // model.kv_heads), 1)
-        hidden = self.x + F.linear(attended.flatten(1), project)
-        gate, value = F.linear(F.rms_norm(hidden, (model.hidden,), norm2), up).chunk(2, -1)
-        self.out = hidden + F.linear(F.silu(gate) * value, down)
+        self.out = after_attention(model, self.weights, self.x, attended)
 
     def backward(self) -> tuple[Tensor, ...]:
         """Gradients of the input and the weights."""
@@ -69,10 +52,10 @@ class Layer:
 
 
 def head_ms(model: Model, device: str) -> float:
-    """Forward and backward of output layer and loss, for ``HEAD_TOKENS`` tokens."""
+    """Forward and backward of output layer and loss, for ``PIECE`` tokens."""
     weight = (0.02 * torch.randn(model.vocabulary, model.hidden, device=device)).bfloat16().requires_grad_()
-    x = torch.randn(HEAD_TOKENS, model.hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
-    labels = torch.randint(model.vocabulary, (HEAD_TOKENS,), device=device)
+    x = torch.randn(PIECE, model.hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.randint(model.vocabulary, (PIECE,), device=device)
 
     def run() -> object:
         loss = F.cross_entropy(F.linear(x, weight).float(), labels)
@@ -90,9 +73,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     model = MODELS[args.model]
-    rows: list[Row] = [
-        {"part": "output layer and loss", "tokens": HEAD_TOKENS, "ms": round(head_ms(model, args.device), 3)}
-    ]
+    rows: list[Row] = [{"part": "output layer and loss", "tokens": PIECE, "ms": round(head_ms(model, args.device), 3)}]
     for tokens in args.tokens:
         layer = Layer(model, tokens, args.device)
         forward = measure(layer.forward, repeats=5, queued=True).ms

@@ -51,6 +51,7 @@ SET = "import sys, pathlib; pathlib.Path('/proc/sys/net/ipv4', sys.argv[1]).writ
 
 NODES = ("mtraining0", "mtraining1")
 DIM, KV_HEADS = 64, 2
+SMALLEST_MIB = 64 * 2 * KV_HEADS * DIM * 4 / 2**20
 
 
 def shell(*command: str) -> None:
@@ -277,7 +278,7 @@ def markdown(result: dict[str, Any]) -> str:
         f"| flat | {flat['ms']} | {flat['compute_ms']} | {flat['exposed_ms']} | | | |",
         f"| hierarchical | {hier['ms']} | {hier['compute_ms']} | {hier['exposed_ms']} | {hier['outer_ms']} | "
         f"{hier['outer_exposed_ms']} | {100 * hier['outer_hidden']:.1f} % |", "",
-        f"Speed-up {result['speed_up']} (bound for these times: {result['bound']}).", "",
+        f"Speed-up {result['speed_up']}; {result['bound']} if the flat ring's hops took as long as single exchanges.", "",
         f"Reference operators over the same links, forward and backward, fp64: equal bit by bit to one process: {same}; "
         f"largest difference between the two rings {reference['flat_minus_hierarchical']:.1e} (they merge chunks in another "
         "order).", "",
@@ -294,7 +295,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=300, help="seconds until the ranks are stopped")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    for name in ("inter_mbit", "chunk_mib", "repeats", "timeout"):
+        value = getattr(options, name)
+        if not 0 < value < float("inf"):
+            parser.error(f"--{name.replace('_', '-')} {value}: must be above 0")
+    if options.chunk_mib < SMALLEST_MIB:
+        parser.error(f"--chunk-mib {options.chunk_mib}: must be at least {SMALLEST_MIB}, 64 tokens")
+    return options
 
 
 def main() -> None:
@@ -303,11 +311,10 @@ def main() -> None:
     if options.rank is not None:
         work(options.rank, options.store, options)
         return
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    if missing or os.geteuid() != 0 or options.out is None:
-        raise SystemExit(
-            f"bench_links: needs --out, root, and ip and tc (package iproute2); missing: {missing or 'root'}"
-        )
+    missing = [f"{tool} (package iproute2)" for tool in ("ip", "tc") if shutil.which(tool) is None]
+    missing += ["root"] * (os.geteuid() != 0) + ["--out"] * (options.out is None)
+    if missing:
+        raise SystemExit(f"bench_links: needs {', '.join(missing)}")
     tear_down()
     try:
         set_up(options.inter_mbit)

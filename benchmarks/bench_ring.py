@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,7 +31,7 @@ from benchmarks.ring.cases import PATTERNS, Case, Row, comparison, in_pairs, pat
 from benchmarks.ring.output import LISTS, write
 from benchmarks.structured import structured_tensors
 from megatron_mtraining import MTrainingConfig, estimate_index
-from megatron_mtraining.config import INDEX_POLICIES
+from megatron_mtraining.config import BLOCK, INDEX_POLICIES
 from megatron_mtraining.simulator import H200_LINKS, Shape
 from megatron_mtraining.simulator.timeline import Ring
 
@@ -40,9 +41,34 @@ SPREAD = 0.6
 """Deviation of the logarithm of the heads' densities, for head-parallel attention."""
 
 
-def problem_of(seq_len: int, heads: str, device: str = "cuda") -> Problem:
-    """The shape of a length; ``heads`` is heads/kv_heads/head_dim."""
-    return Problem(seq_len, *map(int, heads.split("/")), device=device)
+def numbers(text: str, separator: str, names: str) -> tuple[int, ...]:
+    """Positive integers of an option such as 4x8.
+
+    Raises:
+        argparse.ArgumentTypeError: if these are not as many as ``names`` says.
+    """
+    parts = text.split(separator)
+    if len(parts) != len(names.split(separator)) or not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be {names}, positive integers")
+    return tuple(map(int, parts))
+
+
+def heads_of(text: str) -> tuple[int, ...]:
+    """The heads of the command line."""
+    found = numbers(text, "/", "heads/kv_heads/head_dim")
+    if found[0] % found[1]:
+        raise argparse.ArgumentTypeError(f"{text!r}: heads must be a multiple of kv_heads")
+    return found
+
+
+def node_of(text: str) -> tuple[int, ...]:
+    """Nodes and ranks a node of the command line."""
+    return numbers(text, "x", "NODESxRANKS")
+
+
+def problem_of(seq_len: int, heads: tuple[int, int, int], device: str = "cuda") -> Problem:
+    """The shape of a length; ``heads``: heads, key heads and dimension of a head."""
+    return Problem(seq_len, *heads, device=device)
 
 
 def head_name(spread: float) -> str:
@@ -153,8 +179,14 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seq-lens", type=int, nargs="+", default=[65536])
-    parser.add_argument("--heads", default="16/2/128", help="heads/kv_heads/head_dim")
-    parser.add_argument("--virtual", nargs="+", help="NODESxRANKS, one or several: play all ranks here, e.g. 4x8")
+    parser.add_argument("--heads", type=heads_of, default=(16, 2, 128), help="heads/kv_heads/head_dim (16/2/128)")
+    parser.add_argument(
+        "--virtual",
+        nargs="+",
+        type=node_of,
+        metavar="NODESxRANKS",
+        help="one or several: play all ranks here, e.g. 4x8",
+    )
     parser.add_argument(
         "--pattern", choices=PATTERNS, help="the index (default: bands for played ranks, reference for real ones)"
     )
@@ -170,7 +202,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--inner", type=int, help="ranks of a node, to compare hierarchies on real ranks")
     parser.add_argument("--dense", action="store_true", help="dense attention on the same rings too")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--device", default="cuda", help="of played ranks; cpu: the reference operators")
+    parser.add_argument(
+        "--device", default="cuda", choices=["cuda", "cpu"], help="of played ranks; cpu: the reference operators"
+    )
     parser.add_argument("--out", type=Path, help="folder of the JSON and Markdown results")
     args = parser.parse_args()
     known = {case.name for nodes in (1, 2) for case in comparison(nodes, True)}
@@ -181,7 +215,25 @@ def arguments() -> argparse.Namespace:
         parser.error("--pairs: needs --virtual")
     if args.out is None and not args.pairs:
         parser.error("--out: needed but with --pairs")
+    check_run(parser, args)
     return args
+
+
+def check_run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Ends the program with one line if lengths, processes or devices do not fit."""
+    sizes = [nodes * inner for nodes, inner in args.virtual or ()] or [int(os.environ.get("WORLD_SIZE", "0"))]
+    if not args.virtual and not sizes[0]:
+        parser.error("real ranks: run it under torchrun --nproc-per-node N -m benchmarks.bench_ring, or give --virtual")
+    if args.repeats < 1:
+        parser.error(f"--repeats {args.repeats}: must be at least 1")
+    if args.inner is not None and (args.inner < 1 or sizes[0] % args.inner):
+        parser.error(f"--inner {args.inner}: must divide the {sizes[0]} ranks")
+    for seq_len in args.seq_lens:
+        unit = 2 * BLOCK * math.lcm(*sizes)  # two zigzag chunks a rank
+        if seq_len < 1 or seq_len % unit:
+            parser.error(f"--seq-lens {seq_len}: must be a multiple of {unit}, two chunks of {BLOCK} tokens a rank")
+    if not args.pairs and args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no GPU; --pairs needs none, and --virtual can run with --device cpu")
 
 
 def main() -> None:
@@ -191,9 +243,8 @@ def main() -> None:
         run_real(args)
         return
     lengths = "-".join(f"{seq_len // 1024}k" for seq_len in args.seq_lens)
-    for text in args.virtual:
-        nodes, inner = map(int, text.split("x"))
-        node, kind, rows = (nodes, inner), "pairs" if args.pairs else "virtual", []
+    for node in args.virtual:
+        text, kind, rows = f"{node[0]}x{node[1]}", "pairs" if args.pairs else "virtual", []
         for seq_len in args.seq_lens:
             problem = problem_of(seq_len, args.heads, "cpu" if args.pairs else args.device)
             for row in balance(problem, node, args.pattern) if args.pairs else virtual_rows(problem, args, node):

@@ -3,8 +3,10 @@
     python -m benchmarks.plot_ring --folder benchmarks/results --target docs/images/ring.png
 
 Prints the tables of docs/ring.md. Balance: ``ring-DATE-pairs-4x8-512k.json``; times of 32 played ranks:
-``ring-DATE-virtual-4x8-512k.json``. Steps at 262,144 tokens: 1 rank (``ring-DATE-1-gpu.json``) and 2
-(``ring-DATE-2-gpus.json``) from measured parts, 8, 16 and 32 simulated with measured rates (``benchmarks.ring.simulated``).
+``ring-DATE-virtual-4x8-512k.json``. Steps at 262,144 tokens and a density of 5%: on 1 and 2 ranks measured
+(``step-DATE-...json`` of ``benchmarks.bench_step``, a few layers, scaled to all), on 8, 16 and 32 attention simulated with
+measured rates (``benchmarks.ring.simulated``), the rest of a layer measured (``layer-DATE-...json``). The same sum on 1 and 2
+ranks is printed beside what was measured.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
 from benchmarks.ring.simulated import dense_rates, simulated_attention
-from benchmarks.ring.step import Attention, LayerTimes, Rows, attention_of, step_ms
+from benchmarks.ring.step import Attention, LayerTimes, Rows, step_ms
 from megatron_mtraining.simulator import Shape
 from megatron_mtraining.simulator.memory import MODELS
 
@@ -31,10 +34,17 @@ MODEL = "qwen2.5-3b"
 HEADS = "head-parallel, densities spread by e^0.6, 16 ranks"
 DENSE = "Transformer Engine dense, p2p"
 
+BARS = {"C0": "pairs, counted", "C9": "backward time, played ranks", "lightgrey": "paper"}
+OUTPUT = "output layer and loss"
+NAMES = {"ours, zigzag": "zigzag, flat ring", "dense": "dense, zigzag"}
+"""Systems of ``benchmarks.bench_step`` by the names of the simulated ones (one node: its ring is flat)."""
+
 SYSTEMS = {
     "ours": ("C0", "o-"),
     "striped, flat ring": ("C1", "s-"),
     "zigzag, flat ring": ("C3", "v-"),
+    "MoBA, zigzag": ("C2", "^-"),
+    "XAttention, zigzag": ("C4", "<-"),
     "dense, zigzag": ("C7", "D-"),
 }
 SIZES = (8, 16, 32)
@@ -68,53 +78,82 @@ def by_case(rows: Rows, seq_len: int) -> dict[str, dict[str, dict[str, Any]]]:
     return found
 
 
-def measured_attention(folder: Path) -> dict[tuple[str, int], Attention]:
-    """What was measured of whole calls at ``STEPS`` tokens, on one rank and on two."""
-    one = newest(folder, "ring-*-1-gpu.json")
-    two = newest(folder, "ring-*-2-gpus.json")
-    found = {
-        ("ours", 1): attention_of(one, "ours, one rank", STEPS),
-        ("dense, zigzag", 1): attention_of(one, "cuDNN dense, one rank", STEPS),
-        ("ours", 2): attention_of(two, "striped", STEPS),
-        ("zigzag, flat ring", 2): attention_of(two, "zigzag", STEPS),
-        ("dense, zigzag", 2): attention_of(two, DENSE, STEPS),
-    }
-    return {key: attention for key, attention in found.items() if attention is not None}
+@dataclass(frozen=True)
+class Step:
+    """A training step of the whole model.
+
+    Attributes:
+        ms: of all layers.
+        how: what of it was measured.
+        row: the measured row; ``None``: simulated.
+        attention: what the simulator says of a layer's attention; ``None``: measured.
+    """
+
+    system: str
+    size: int
+    ms: float
+    how: str
+    row: dict[str, Any] | None = None
+    attention: Attention | None = None
 
 
-def steps(folder: Path) -> Iterator[tuple[str, int, Attention, float]]:
-    """``(system, ranks, attention, ms of a step)``, by system and ranks."""
-    layer = LayerTimes(newest(folder, f"layer-*-{MODEL}.json"))
+def step_rows(folder: Path) -> Rows:
+    """The rows of all measured steps of the model; of a case that was run again, the newest."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    files = sorted(folder.glob(f"step-*-{MODEL}-*.json"))
+    if not files:
+        raise FileNotFoundError(f"no step-*-{MODEL}-*.json in {folder}")
+    for path in files:
+        for row in json.loads(path.read_text())["rows"]:
+            if row["seq_len"] == STEPS:
+                found[row["system"], row["cp_size"], row["layers"]] = row
+    return list(found.values())
+
+
+def measured_steps(rows: Rows) -> Iterator[Step]:
+    """Steps on 1 and 2 ranks, scaled to all layers; those of all layers as they are."""
+    layers = MODELS[MODEL].layers
+    for row in sorted(rows, key=lambda row: (row["cp_size"], row["layers"])):
+        whole = row["layers"] == layers
+        ms = row["step_ms"] if whole else row["scaled_step_ms"]
+        how = "measured" if whole else f"measured, {row['layers']} of {layers} layers"
+        yield Step(NAMES.get(row["system"], row["system"]), row["cp_size"], ms, how, row)
+
+
+def simulated_steps(folder: Path, rows: Rows, sizes: tuple[int, ...] = SIZES) -> Iterator[Step]:
+    """Steps put together from simulated attention, and from what was measured of a layer and of the output layer."""
+    [ours] = [
+        row for row in rows if (row["system"], row["cp_size"]) == ("ours", 1) and row["layers"] < MODELS[MODEL].layers
+    ]
+    output = {"part": OUTPUT, "tokens": STEPS, "ms": ours[f"{OUTPUT}_ms"]}
+    layer = LayerTimes([row for row in newest(folder, f"layer-*-{MODEL}.json") if row["part"] != OUTPUT] + [output])
     rates = dense_rates(newest(folder, "ring-*-2-gpus.json"), DENSE, STEPS)
-    attention = measured_attention(folder) | dict(simulated_attention(Shape(STEPS), SIZES, rates))
-    for system in SYSTEMS:
-        for (name, size), times in sorted(attention.items(), key=lambda item: item[0][1]):
-            if name == system:
-                yield system, size, times, step_ms(MODELS[MODEL], layer, times, STEPS / size)
+    for (system, size), times in simulated_attention(Shape(STEPS), sizes, rates):
+        ms = step_ms(MODELS[MODEL], layer, times, STEPS / size)
+        yield Step(system, size, ms, "attention simulated", attention=times)
 
 
-def draw_balance(axis: Any, balance: dict[str, dict[str, Any]]) -> None:
-    """Worker-level imbalance in pairs, beside the paper's."""
+def draw_balance(axis: Any, balance: dict[str, dict[str, Any]], cases: dict[str, dict[str, dict[str, Any]]]) -> None:
+    """Worker-level imbalance in pairs and in the time of the backward pass, beside the paper's."""
     shown = (
-        ("head-parallel,\n16 ranks", balance[HEADS]["pairs_total"], 1.94),
-        ("zigzag,\nflat", balance["zigzag, flat"]["pairs_worker"], 2.4),
-        ("zigzag,\n4 x 8", balance["zigzag, hierarchical"]["pairs_worker"], None),
-        ("ours,\nflat", balance["striped, flat"]["pairs_worker"], None),
-        ("ours,\n4 x 8", balance["striped, rotated, hierarchical"]["pairs_worker"], 1.0),
+        (HEADS, "head-parallel,\n16 ranks", "total", 1.94),
+        ("zigzag, flat", "zigzag,\nflat", "worker", 2.4),
+        ("zigzag, hierarchical", "zigzag,\n4 x 8", "worker", None),
+        ("striped, flat", "ours,\nflat", "worker", None),
+        ("striped, rotated, hierarchical", "ours,\n4 x 8", "worker", 1.0),
     )
-    for place, (_, pairs, paper) in enumerate(shown):
-        for number, (color, value) in enumerate((("C0", pairs), ("lightgrey", paper))):
+    for place, (case, _, level, paper) in enumerate(shown):
+        time = cases[case]["backward"][f"time_{level}"]
+        for number, (color, value) in enumerate(zip(BARS, (balance[case][f"pairs_{level}"], time, paper), strict=True)):
             if value is not None:
-                at = place + (number - 0.5) * 0.38
-                axis.bar(at, value, 0.36, color=color)
+                at = place + (number - 1) * 0.28
+                axis.bar(at, value, 0.26, color=color)
                 more = ">" if value == paper and value > 2 else ""
                 axis.text(at, value, f"{more}{value:.2f}", ha="center", va="bottom", fontsize=7)
-    labels = (("C0", "pairs, counted"), ("lightgrey", "paper"))
-    handles = [Patch(color=color, label=label) for color, label in labels]
-    axis.set_xticks(range(len(shown)), [name for name, *_ in shown], fontsize=8)
+    axis.set_xticks(range(len(shown)), [name for _, name, *_ in shown], fontsize=8)
     axis.axhline(1, color="grey", linewidth=0.8)
     axis.set(title="imbalance of workers (max / mean), 512K tokens", ylim=(0.8, None))
-    axis.legend(handles=handles, fontsize=7)
+    axis.legend(handles=[Patch(color=color, label=label) for color, label in BARS.items()], fontsize=7)
 
 
 def draw_times(axis: Any, cases: dict[str, dict[str, dict[str, Any]]]) -> None:
@@ -139,19 +178,18 @@ def draw_times(axis: Any, cases: dict[str, dict[str, dict[str, Any]]]) -> None:
     axis.legend(fontsize=7, loc="upper right")
 
 
-def draw_steps(axis: Any, found: list[tuple[str, int, Attention, float]]) -> None:
-    """Tokens per second over ranks: filled from measured parts, hollow simulated."""
+def draw_steps(axis: Any, found: list[Step]) -> None:
+    """Tokens per second over ranks: filled measured, hollow simulated."""
     for system, (color, style) in SYSTEMS.items():
-        points = [(size, STEPS / ms) for name, size, _, ms in found if name == system]
+        points = sorted({(step.size, STEPS / step.ms) for step in found if step.system == system})
         if points:
             axis.plot(*zip(*points, strict=True), style[1:], color=color, linewidth=1)
-            for size, rate in points:
-                axis.plot(
-                    size, rate, style[0], color=color, fillstyle="none" if size in SIZES else "full", markersize=6
-                )
+            for step in (step for step in found if step.system == system):
+                fill = "none" if step.row is None else "full"
+                axis.plot(step.size, STEPS / step.ms, style[0], color=color, fillstyle=fill, markersize=6)
             axis.plot([], [], style, color=color, label=system)
-    axis.set(xscale="log", yscale="log", xlabel="GPUs (filled: measured parts; hollow: simulated)",
-             ylabel="thousand tokens a second", title=f"training step, {MODEL}, 256K tokens")  # fmt: skip
+    axis.set(xscale="log", yscale="log", xlabel="GPUs (filled: 4 layers measured, scaled; hollow: simulated)",
+             ylabel="thousand tokens a second", title=f"training step, {MODEL}, 256K, 5% density")  # fmt: skip
     axis.set_xticks([1, 2, 8, 16, 32], ["1", "2", "8", "16", "32"])
     axis.minorticks_off()
     axis.grid(alpha=0.3)
@@ -182,14 +220,34 @@ def print_rings(cases: dict[str, dict[str, dict[str, Any]]]) -> None:
             print(f"| {name} | {phase} | " + " | ".join(str(row.get(key, "-")) for key in keys) + " |")
 
 
-def print_steps(found: list[tuple[str, int, Attention, float]]) -> None:
-    """The table of steps."""
+def print_steps(found: list[Step]) -> None:
+    """The tables of steps: measured ones by their parts, all of them scaled to the whole model."""
+    parts = ("forward", OUTPUT, "backward", "gradients", "optimizer", "step")
+    print("\n| | GPUs | layers | density | " + " | ".join(parts) + " |\n|" + "---|" * (4 + len(parts)))
+    for step in found:
+        if step.row is not None:
+            times = " | ".join(f"{step.row[f'{part}_ms']:.0f}" for part in parts)
+            print(f"| {step.system} | {step.size} | {step.row['layers']} | {step.row['density']} | {times} |")
     print("\n| system | GPUs | | index, forward, backward of a layer, ms | step, s | tokens/s |")
     print("|---|---|---|---|---|---|")
-    for system, size, times, ms in found:
-        parts = f"{times.index:.2f}, {times.forward:.2f}, {times.backward:.2f}"
-        how = "simulated" if size in SIZES else "measured"
-        print(f"| {system} | {size} | {how} | {parts} | {ms / 1e3:.2f} | {STEPS / ms * 1e3:,.0f} |")
+    for step in sorted(found, key=lambda step: (step.system, step.size)):
+        at = step.attention
+        times = "" if at is None else f"{at.index:.2f}, {at.forward:.2f}, {at.backward:.2f}"
+        print(
+            f"| {step.system} | {step.size} | {step.how} | {times} | {step.ms / 1e3:.2f} | {STEPS / step.ms * 1e3:,.0f} |"
+        )
+
+
+def print_errors(measured: list[Step], simulated: Iterator[Step]) -> None:
+    """The simulated step beside the measured one, where both are there."""
+    print("\n| | GPUs | measured, s | simulated, s | error |\n|---|---|---|---|---|")
+    known = {(step.system, step.size): step.ms for step in measured}
+    for step in simulated:
+        if (step.system, step.size) in known:
+            real = known[step.system, step.size]
+            print(
+                f"| {step.system} | {step.size} | {real / 1e3:.2f} | {step.ms / 1e3:.2f} | {step.ms / real - 1:+.1%} |"
+            )
 
 
 def main() -> None:
@@ -198,18 +256,23 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--target", type=Path, default=Path("docs/images/ring.png"))
     args = parser.parse_args()
-    cases = by_case(newest(args.folder, "ring-*-virtual-4x8-512k.json"), LONG)
-    balance = {case_name(row): row for row in newest(args.folder, "ring-*-pairs-4x8-512k.json")}
-    found = list(steps(args.folder))
-    figure, axes = plt.subplots(1, 3, figsize=(16, 4.4))
-    draw_balance(axes[0], balance)
+    try:
+        cases = by_case(newest(args.folder, "ring-*-virtual-4x8-512k.json"), LONG)
+        balance = {case_name(row): row for row in newest(args.folder, "ring-*-pairs-4x8-512k.json")}
+        rows = step_rows(args.folder)
+        measured = list(measured_steps(rows))
+        found = [*measured, *simulated_steps(args.folder, rows)]
+    except FileNotFoundError as error:
+        parser.error(str(error))
+    figure, axes = plt.subplots(1, 3, figsize=(16, 4.6), layout="constrained")
+    draw_balance(axes[0], balance, cases)
     draw_times(axes[1], cases)
     draw_steps(axes[2], found)
-    figure.tight_layout()
     figure.savefig(args.target, dpi=120)
     print_balance(balance)
     print_rings(cases)
     print_steps(found)
+    print_errors(measured, simulated_steps(args.folder, rows, (1, 2)))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ prints the kept lines of every head. A file is what ``torch.save`` makes of a di
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,11 +45,15 @@ def load_index(path: str | Path) -> tuple[VerticalSlashIndex, dict[str, Any]]:
     """The index of a file, on the CPU, and what was kept beside it.
 
     Raises:
-        ValueError: if the file holds something else.
+        OSError: if the file cannot be read.
+        ValueError: if it holds something else.
     """
-    content = torch.load(Path(path), map_location="cpu", weights_only=True)
+    try:
+        content = torch.load(Path(path), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError):  # what torch.load makes of other files
+        content = None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"{path}: not an index of format {FORMAT}")
+        raise ValueError(f"{path}: not an index of format {FORMAT} (a file of megatron_mtraining.index_dump)")
     seq_len, starts, lengths = content["documents"]
     documents = Documents(seq_len, tuple(starts), tuple(lengths))
     index = VerticalSlashIndex(content["slash_words"], content["column_words"], documents, content["column_capacity"])

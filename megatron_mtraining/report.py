@@ -20,21 +20,31 @@ import torch
 from .metrics import imbalance_degrees
 from .ring_profile import PassTimes
 
+METRICS_KEYS = frozenset({"step"})
+RING_KEYS = frozenset({"phase", "cp_rank", "launches", "transfers"})
+"""What the lines of the two files have at least."""
+
 CHANNEL_COLORS = {"inner": "#1f5fa8", "outer": "#c8553d", "inner_grad": "#3a7d44", "outer_grad": "#7b4b94"}
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path, needed: frozenset[str] = frozenset()) -> list[dict[str, Any]]:
     """The lines of a JSON-lines file; none if there is no such file.
 
+    Args:
+        needed: keys that every line must have.
+
     Raises:
-        ValueError: for a line that is no JSON; names file and line.
+        ValueError: for a line that is no JSON object with these keys; names file and line.
     """
     found = []
     for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], 1):
         try:
-            found.append(json.loads(line))
+            made = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}:{number}: {error}") from None
+        if not isinstance(made, dict) or not needed <= made.keys():
+            raise ValueError(f"{path}:{number}: must be an object with {', '.join(sorted(needed)) or 'any keys'}")
+        found.append(made)
     return found
 
 
@@ -93,6 +103,19 @@ def plot_balance(passes: list[PassTimes]) -> str:
     axes.set_xticks(range(table.shape[1]))
     axes.set_yticks(range(len(passes)), [str(p.cp_rank) for p in passes])
     figure.colorbar(image, label="ms")
+    return _picture(figure)
+
+
+def plot_ratio(passes: list[PassTimes]) -> str:
+    """Transfers over compute of every launch: below 1 compute can hide what the launch sends. The mean rank and the highest."""
+    table = torch.tensor([p.comm_over_compute() for p in passes])
+    places = range(table.shape[1])
+    figure, axes = _axes(f"{passes[0].phase}: transfers posted by a launch over its compute", "launch", "ratio", 2.4)
+    axes.bar(places, table.mean(0).tolist(), color="#1f5fa8", label="mean rank")
+    axes.plot(places, table.amax(0).tolist(), "_", color="#c8553d", label="highest rank")
+    axes.axhline(1, color="grey", linewidth=0.8)
+    axes.set_xticks(list(places)[:: max(1, len(places) // 16)])
+    axes.legend()
     return _picture(figure)
 
 
@@ -199,7 +222,7 @@ def page(run: Path) -> str:
     Raises:
         ValueError: if the run has neither file, or one cannot be read.
     """
-    lines, ring = read_lines(run / "metrics.jsonl"), read_lines(run / "ring.jsonl")
+    lines, ring = read_lines(run / "metrics.jsonl", METRICS_KEYS), read_lines(run / "ring.jsonl", RING_KEYS)
     passes = newest_passes(ring)
     if not lines and not passes:
         raise ValueError(
@@ -217,6 +240,8 @@ def page(run: Path) -> str:
         head = "<tr><th>rank</th><th>ms</th><th>compute</th><th>exposed</th><th>transfers</th><th>hidden</th><th>tail</th></tr>"
         parts += [f"<h2>Ring, {html.escape(phase)}</h2>", f"<table>{head}{rows}</table>"]
         parts += [plot_balance(ranks), plot_timeline(ranks[0])]
+        if any(p.transfers for p in ranks):
+            parts.append(plot_ratio(ranks))
         if len(calls.get(phase, [])) > 1:
             parts.append(plot_calls(calls[phase]))
     title = html.escape(run.resolve().name)

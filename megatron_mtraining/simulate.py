@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -78,6 +79,8 @@ def parser() -> argparse.ArgumentParser:
     add("--spread", type=float, default=0.0, help="... deviation of the logarithm of the heads' densities")
     add("--rates", type=Path, help="a result file of benchmarks.bench_ops to fit the compute rates to")
     add("--impl", default="mtraining-sm90", help="... of these kernels (default: %(default)s)")
+    add("--forward-tflops", type=float, help="useful TFLOP/s of a launch forward, in place of the fitted rate")
+    add("--backward-tflops", type=float, help="... backward")
     add("--intra-gbs", type=float, default=225.0, help="GB/s of a GPU inside a node (default: %(default)s)")
     add("--inter-gbs", type=float, default=40.0, help="GB/s of a GPU between nodes (default: %(default)s, assumed)")
     add("--intra-us", type=float, default=50.0, help="latency inside a node (default: %(default)s)")
@@ -91,13 +94,32 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def _check(options: argparse.Namespace, *names: str, low: float, above: bool = False) -> None:
+    """Raises ValueError for an option that is no finite number of at least (``above``: more than) ``low``."""
+    for name in names:
+        value = getattr(options, name)
+        if not math.isfinite(value) or value < low or (above and value == low):
+            wanted = f"above {low:g}" if above else f"at least {low:g}"
+            raise ValueError(f"--{name.replace('_', '-')}={value}: must be {wanted}")
+
+
 def _rates(options: argparse.Namespace) -> Rates:
+    given = [name for name in ("forward_tflops", "backward_tflops") if getattr(options, name) is not None]
+    _check(options, *given, low=0.0, above=True)
+    rates = _fitted_rates(options)
+    return replace(rates, **{name.removesuffix("_tflops"): getattr(options, name) * 1e12 for name in given})
+
+
+def _fitted_rates(options: argparse.Namespace) -> Rates:
     if options.rates is None:
         return H200_RATES
     try:
         rows = json.loads(options.rates.read_text())["rows"]
+        known = all({"impl", "pass", "head_dim", "density", "seq_len", "ms", "tflops"} <= set(row) for row in rows)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"--rates {options.rates}: must be a JSON file of benchmarks.bench_ops ({error})") from error
+        raise ValueError(f"--rates={options.rates}: must be a JSON file of benchmarks.bench_ops ({error})") from error
+    if not known:
+        raise ValueError(f"--rates={options.rates}: must be a JSON file of benchmarks.bench_ops, this is another one's")
     forward, forward_launch = fit_rates(rows, options.impl, "forward", options.head_dim)
     backward, backward_launch = fit_rates(rows, options.impl, "backward", options.head_dim)
     return replace(
@@ -106,9 +128,8 @@ def _rates(options: argparse.Namespace) -> Rates:
 
 
 def _links(options: argparse.Namespace) -> Links:
-    for name in ("intra_gbs", "inter_gbs"):
-        if getattr(options, name) <= 0:
-            raise ValueError(f"--{name.replace('_', '-')}={getattr(options, name)}: must be above 0")
+    _check(options, "intra_gbs", "inter_gbs", low=0.0, above=True)
+    _check(options, "intra_us", "inter_us", low=0.0)
     return replace(
         H200_LINKS,
         intra=Link(options.intra_us * 1e-6, options.intra_gbs * 1e9),
@@ -116,12 +137,19 @@ def _links(options: argparse.Namespace) -> Links:
     )
 
 
+def _measured_profile(path: Path) -> IndexProfile:
+    try:
+        return IndexProfile.of(load_index(path)[0])
+    except OSError as error:
+        raise ValueError(f"--index={path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"--index={path}: {error}") from error
+
+
 def _predictor(options: argparse.Namespace) -> Predictor:
-    for name in ("seq_len", "heads", "kv_heads", "head_dim", "inner", "outer"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')}={getattr(options, name)}: must be at least 1")
+    _check(options, "seq_len", "heads", "kv_heads", "head_dim", "inner", "outer", "chunks", low=1)
     if options.index is not None:
-        profile = IndexProfile.of(load_index(options.index)[0])
+        profile = _measured_profile(options.index)
     else:
         pattern = Pattern(options.density, options.vertical, options.band, options.longest_run, options.spread)
         profile = make_profile(pattern, options.seq_len, options.heads)
@@ -163,6 +191,8 @@ def predict_paper() -> dict[str, Any]:
 
 def plan_memory(options: argparse.Namespace) -> dict[str, Any]:
     """Fewest context-parallel ranks by length, and where their memory goes."""
+    _check(options, "gpu_memory", low=0.0, above=True)
+    _check(options, "tp", low=1)
     model = MODELS[options.model]
     gib = options.gpu_memory * 1e9 / 2**30
     plans = []
@@ -179,9 +209,8 @@ def text(result: dict[str, Any]) -> str:
         lines = [f"{result['model']} on GPUs of {result['gpu_memory_gb']:g} GB, full recomputation, 10% in reserve"]
         for plan in result["plans"]:
             parts = ", ".join(f"{name} {size:.1f}" for name, size in plan["gib"].items())
-            lines.append(
-                f"{plan['seq_len']:>8} tokens: tp {plan['tp']}, cp {plan['cp']}: {parts or 'does not fit'} GiB"
-            )
+            found = f"cp {plan['cp']}: {parts} GiB" if parts else "does not fit, with any number of cp ranks"
+            lines.append(f"{plan['seq_len']:>8} tokens: tp {plan['tp']}, {found}")
         return "\n".join(lines)
     if "flat_ms" in result:
         return "\n".join(f"{name:22}{value:8.2f}" for name, value in result.items())

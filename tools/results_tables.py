@@ -137,5 +137,25 @@ def links(name: str) -> str:
     )
 
 
-KINDS: dict[str, Callable[..., str]] = {"operators": operators, "shares": shares, "ring": ring, "links": links}
+def steps(*names: str) -> str:
+    """Training steps that ran as one, by their parts, and scaled to the whole model."""
+    parts = ("forward", "output layer and loss", "backward", "step")
+    header = ["", "GPUs", "layers", "density", *(f"{part} ms" for part in parts), "all layers (scaled), s"]
+    lines = [
+        [row["system"], row["cp_size"], row["layers"], f"{row['density']:.3f}"]
+        + [f"{row[f'{part}_ms']:.0f}" for part in parts]
+        + [f"{row['scaled_step_ms'] / 1e3:.1f}"]
+        for name in names
+        for row in load(name)["rows"]
+    ]
+    return "\n\n".join([markdown(header, lines), *map(source, names)])
+
+
+KINDS: dict[str, Callable[..., str]] = {
+    "operators": operators,
+    "shares": shares,
+    "ring": ring,
+    "links": links,
+    "steps": steps,
+}
 """Kinds of tables; what follows a kind in a page are the arguments of its function."""

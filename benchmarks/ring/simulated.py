@@ -19,6 +19,7 @@ from megatron_mtraining.simulator import (
     Shape,
 )
 
+DENSITY = 0.05
 NODE = 8
 """GPUs of a node."""
 
@@ -38,11 +39,10 @@ def dense_rates(rows: Rows, case: str, seq_len: int) -> Rates:
 
 
 def predict(predictor: Predictor, choice: Choice) -> Attention:
-    """One way to run it, with the product's automatic number of chunks a launch; one in a flat ring over nodes."""
+    """One way to run it, with the product's automatic number of chunks a launch."""
     size, local = predictor.cluster.cp_size, predictor.shape.seq_len // predictor.cluster.cp_size
-    one = choice.ring == "flat" and size > predictor.cluster.node_size
     forward, backward = (
-        predictor.predict(replace(choice, chunks_per_launch=1 if one else min(size, chunks_per_launch(local, phase))))
+        predictor.predict(replace(choice, chunks_per_launch=min(size, chunks_per_launch(local, phase))))
         for phase in (False, True)
     )
     return Attention(
@@ -53,11 +53,11 @@ def predict(predictor: Predictor, choice: Choice) -> Attention:
 def simulated_attention(
     shape: Shape, sizes: tuple[int, ...], dense: Rates
 ) -> Iterator[tuple[tuple[str, int], Attention]]:
-    """``((system, ranks), milliseconds)`` under the reference pattern of the kernels' benchmark, whole nodes of eight."""
-    index = Problem(shape.seq_len, shape.heads, shape.kv_heads, shape.head_dim, device="cpu").index()
+    """``((system, ranks), milliseconds)`` at a density of 5% (the reference pattern with fewer lines), nodes of eight."""
+    index = Problem(shape.seq_len, shape.heads, shape.kv_heads, shape.head_dim, DENSITY, "cpu").index()
     sparse, full = IndexProfile.of(index), IndexProfile.dense(shape.seq_len, shape.heads)
     for size in sizes:
-        cluster = Cluster(size, NODE, H200_LINKS, H200_RATES)
+        cluster = Cluster(size, min(size, NODE), H200_LINKS, H200_RATES)
         lines = Predictor(shape, sparse, cluster)
         ours = Choice(stripe_rotation=NODE) if size > NODE else Choice(ring="flat")
         yield ("ours", size), predict(lines, ours)

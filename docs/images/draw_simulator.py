@@ -21,28 +21,28 @@ from megatron_mtraining.simulator import (
 SEQ = 524288
 SERIES = {
     "striped, hierarchical, rotated": (Choice(stripe_rotation=8, chunks_per_launch=8), "tab:blue"),
-    "striped, flat": (Choice(ring="flat", chunks_per_launch=8), "tab:orange"),
-    "zigzag, flat": (Choice("zigzag", "flat", chunks_per_launch=8), "tab:red"),
+    "striped, flat": (Choice(ring="flat"), "tab:orange"),
+    "zigzag, flat": (Choice("zigzag", "flat"), "tab:red"),
 }
 BALANCE = {
-    "striped": Choice(),
-    "striped, rotated": Choice(stripe_rotation=8),
+    "striped, hierarchical": Choice(),
+    "striped, hierarchical, rotated": Choice(stripe_rotation=8),
     "zigzag, flat": Choice("zigzag", "flat"),
-    "zigzag": Choice("zigzag"),
+    "zigzag, hierarchical": Choice("zigzag"),
 }
 
 
 def main() -> None:
     """Left: attention of a call over the number of GPUs. Right: worker-level imbalance on 4 nodes of 8."""
     profile = make_profile(Pattern(), SEQ, 16)
-    figure, (times, balance) = plt.subplots(1, 2, figsize=(9, 3.4))
+    figure, (times, balance) = plt.subplots(1, 2, figsize=(10, 3.4))
     for name, (choice, color) in SERIES.items():
         ranks = (16, 32, 64)
         predictors = [Predictor(Shape(SEQ), profile, Cluster(size, 8, H200_LINKS, H200_RATES)) for size in ranks]
         rate = [SEQ / p.predict(choice).seconds / 1e6 for p in predictors]
         times.plot(ranks, rate, "o-", color=color, label=name)
     times.set_xticks((16, 32, 64))
-    times.set_ylim(0)
+    times.set_ylim(0, 48)
     times.set_xlabel("GPUs (nodes of 8)")
     times.set_ylabel("million tokens/s of one attention layer")
     times.legend(fontsize=8, loc="upper left")

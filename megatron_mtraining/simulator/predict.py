@@ -49,6 +49,16 @@ class Choice:
         """Ranks of an inner ring."""
         return cp_size if self.ring == "flat" else node_size
 
+    def as_run(self, cp_size: int, node_size: int) -> Choice:
+        """What the product makes of it: a flat ring over several nodes launches chunk by chunk (``RingCall.plan``).
+
+        Raises:
+            ValueError: for a number of chunks below 1.
+        """
+        if self.chunks_per_launch < 1:
+            raise ValueError(f"chunks_per_launch={self.chunks_per_launch}: must be at least 1")
+        return replace(self, chunks_per_launch=1) if self.ring == "flat" and cp_size > node_size else self
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -168,7 +178,8 @@ class Predictor:
         return self._work[key]
 
     def predict(self, choice: Choice) -> Prediction:
-        """One choice."""
+        """One choice, as the product runs it."""
+        choice = choice.as_run(self.cluster.cp_size, self.cluster.node_size)
         cluster, rates, dim = self.cluster, self.cluster.rates, self.shape.head_dim
         ring = Ring(cluster.cp_size, choice.inner_size(cluster.cp_size, cluster.node_size), cluster.node_size)
         work = self.work(choice)
@@ -203,7 +214,8 @@ class Predictor:
         size, node = self.cluster.cp_size, self.cluster.node_size
         rings = ("flat", "hierarchical") if 1 < node < size else ("flat",)
         for ring in rings:
-            for chunks in [c for c in (1, 2, 4, 8) if c <= size]:
+            most = 1 if ring == "flat" and size > node else min(size, 8)
+            for chunks in [c for c in (1, 2, 4, 8) if c <= most]:
                 yield from self._layouts(Choice(ring=ring, chunks_per_launch=chunks))
 
     def _layouts(self, base: Choice) -> Iterator[Choice]:

@@ -8,6 +8,7 @@ every rank, drives arrays over the ranks; a test compares it with the plan of ea
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -41,11 +42,24 @@ class Ring:
         return make(0, self.inner_size, self.cp_size // self.inner_size, chunks_per_launch)
 
     def turned(self, rank: int) -> np.ndarray:
-        """int64 ``[cp_size]``: for every rank the one that stands to it as ``rank`` stands to rank 0."""
-        own = np.arange(self.cp_size)
-        inner = (own + rank) % self.inner_size
-        outer = (own // self.inner_size + rank // self.inner_size) % (self.cp_size // self.inner_size)
-        return outer * self.inner_size + inner
+        """int64 ``[cp_size]``: for every rank the one that stands to it as ``rank`` stands to rank 0. Not to be changed."""
+        return _turned(self.cp_size, self.inner_size, rank)
+
+    def opposite(self, rank: int) -> int:
+        """The rank to which rank 0 stands as ``rank`` stands to rank 0."""
+        inner, outer = self.inner_size, self.cp_size // self.inner_size
+        return -(rank // inner) % outer * inner + -rank % inner
+
+
+@lru_cache(maxsize=4096)
+def _turned(cp_size: int, inner_size: int, rank: int) -> np.ndarray:
+    """:meth:`Ring.turned`, computed once."""
+    own = np.arange(cp_size)
+    inner = (own + rank) % inner_size
+    outer = (own // inner_size + rank // inner_size) % (cp_size // inner_size)
+    found = outer * inner_size + inner
+    found.setflags(write=False)
+    return found
 
 
 @dataclass(frozen=True)
@@ -87,7 +101,7 @@ class _Exchanges:
         ready = np.maximum(posted, self._free.get(channel, np.zeros(ring.cp_size)))
         begin, far = ready.copy(), np.zeros(ring.cp_size)
         targets = [ring.turned(rank) for rank in receivers]
-        senders = [np.argsort(target) for target in targets]
+        senders = [ring.turned(ring.opposite(rank)) for rank in receivers]
         for peer in (*targets, *senders):
             begin = np.maximum(begin, ready[peer])
         for target in targets:

@@ -1,8 +1,9 @@
-"""How much work an index gives each rank in each step of a ring, for any layout, in milliseconds even at 4M tokens.
+"""How much work an index gives each rank in each step of a ring, for any layout, in seconds even at 4M tokens.
 
 Slash lines depend on the distance of two blocks alone, so the work between two runs of consecutive blocks is a second
-difference of a twice summed table, and a layout that repeats itself needs one period of it. All counts are exact integers;
-a test compares them with :func:`megatron_mtraining.metrics.pair_counts`.
+difference of a twice summed table, and a layout that repeats itself needs one period of it; one of many short runs is
+counted by convolutions. All counts are exact integers; a test compares them with
+:func:`megatron_mtraining.metrics.pair_counts`.
 """
 
 from __future__ import annotations
@@ -126,16 +127,48 @@ def _period(owner: np.ndarray, cp_size: int) -> int:
 
 def _slash_pairs(lines: np.ndarray, owner: np.ndarray, cp_size: int) -> np.ndarray:
     """int64 ``[query rank, key rank]``: block pairs, given how many heads keep each distance."""
+    offset, residues = _folded(lines, owner, cp_size)
+    # Rotated stripes of many ranks hardly repeat and have short runs: 2**32 pairs of runs with 1,024 ranks.
+    many = _run_starts(residues).size ** 2 > 2 * cp_size * residues.size
+    return (_by_transforms if many else _by_runs)(offset, residues, cp_size)
+
+
+def _folded(lines: np.ndarray, owner: np.ndarray, cp_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """One period of a layout: ``(pairs of a row and a key, int64 [2 * period - 1], by the difference of their residues from
+    1 - period; the rank of each residue)``.
+    """
     period = _period(owner, cp_size)
     repeats = owner.size // period
     by_residue = lines.reshape(repeats, period)
     # Rows and keys of one residue: at d = residue + m * period there are repeats - m pairs of them; one less if the key's
     # residue is the larger.
     pairs = (by_residue * (repeats - np.arange(repeats))[:, None]).sum(0)
-    offset = np.concatenate(((pairs - by_residue.sum(0))[1:], pairs))
-    twice = np.concatenate(([0, 0], np.cumsum(np.cumsum(offset))))
+    return np.concatenate(((pairs - by_residue.sum(0))[1:], pairs)), owner[:period]
 
-    starts = np.flatnonzero(np.r_[True, owner[1:period] != owner[: period - 1]])
+
+def _run_starts(owner: np.ndarray) -> np.ndarray:
+    """Where runs of one rank begin."""
+    return np.flatnonzero(np.r_[True, owner[1:] != owner[:-1]])
+
+
+def _by_transforms(offset: np.ndarray, owner: np.ndarray, cp_size: int) -> np.ndarray:
+    """The table of :func:`_slash_pairs` from what :func:`_folded` gives: a convolution for each key rank."""
+    period = owner.size
+    size = 2 * period
+    spectrum, by_rank = np.fft.rfft(offset, size), np.argsort(owner, kind="stable")
+    first = np.searchsorted(owner[by_rank], np.arange(cp_size))
+    table = np.empty((cp_size, cp_size), np.int64)
+    for rank in range(cp_size):
+        met = np.fft.irfft(np.fft.rfft(owner == rank, size) * spectrum, size)[period - 1 : size - 1]
+        # Rounded: the transforms leave errors far below one half on integers.
+        table[:, rank] = np.rint(np.add.reduceat(met[by_rank], first))
+    return table
+
+
+def _by_runs(offset: np.ndarray, owner: np.ndarray, cp_size: int) -> np.ndarray:
+    """The same, by pairs of runs of residues of one rank."""
+    period, starts = owner.size, _run_starts(owner)
+    twice = np.concatenate(([0, 0], np.cumsum(np.cumsum(offset))))
     ends = np.r_[starts[1:], period]
     origin = period - 1  # place of difference 0 in `offset`
 
@@ -143,7 +176,6 @@ def _slash_pairs(lines: np.ndarray, owner: np.ndarray, cp_size: int) -> np.ndarr
         return twice[difference + origin + 1]
 
     table = np.zeros((cp_size, cp_size), np.int64)
-    # Some runs at a time: those of 1,024 ranks with rotated stripes would be 2**26 pairs.
     for first in range(0, starts.size, cp_size):
         a, b = starts[first : first + cp_size, None], ends[first : first + cp_size, None]
         for other in range(0, starts.size, cp_size):

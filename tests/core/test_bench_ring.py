@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from benchmarks import bench_links, bench_ring, plot_ring
 from benchmarks.bench_policies import kept_of_block, sample, sampled_recall
 from benchmarks.problems import Problem
 from benchmarks.ring import megatron_dense
@@ -213,3 +214,38 @@ def test_structured_tensors_are_sparse_and_the_policies_find_it() -> None:
     recall = sampled_recall(q, k, index, sample(64))
     assert float(index.density()) < 0.5 and float(recall.mean()) > 0.6
     assert Layout.striped(4096, 1).num_blocks == index.num_blocks
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "message"),
+    [
+        (
+            bench_ring,
+            "--virtual 4x --seq-lens 4096",
+            "argument --virtual: '4x': must be NODESxRANKS, positive integers",
+        ),
+        (bench_ring, "--virtual 0x8 --seq-lens 4096", "argument --virtual: '0x8': must be NODESxRANKS"),
+        (bench_ring, "--virtual 4x8 --heads 16/2", "argument --heads: '16/2': must be heads/kv_heads/head_dim"),
+        (bench_ring, "--virtual 4x8 --heads 16/3/128", "'16/3/128': heads must be a multiple of kv_heads"),
+        (bench_ring, "--virtual 4x8 --seq-lens 1000", "--seq-lens 1000: must be a multiple of 4096"),
+        (bench_ring, "--virtual 2x2 --repeats 0", "--repeats 0: must be at least 1"),
+        (bench_ring, "--seq-lens 65536", "real ranks: run it under torchrun"),
+        (bench_ring, "--virtual 4x8 --cases nonsense", "--cases: ['nonsense'] unknown, there are"),
+        (bench_links, "--inter-mbit 0", "--inter-mbit 0.0: must be above 0"),
+        (bench_links, "--chunk-mib 0.01", "--chunk-mib 0.01: must be at least 0.0625, 64 tokens"),
+        (plot_ring, "--folder nowhere", "no ring-*-virtual-4x8-512k.json in nowhere"),
+    ],
+)
+def test_wrong_options_end_in_one_line(
+    module: types.ModuleType,
+    words: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    out = [] if module is plot_ring else ["--out", "x"]
+    monkeypatch.setattr(sys, "argv", ["benchmark", *words.split(), *out])
+    with pytest.raises(SystemExit):
+        module.main()
+    assert message in capsys.readouterr().err.splitlines()[-1]

@@ -8,7 +8,7 @@ import torch
 
 from megatron_mtraining import Layout, MTrainingConfig
 from megatron_mtraining.metrics import imbalance_degrees
-from megatron_mtraining.report import newest_calls, newest_passes, page, read_lines
+from megatron_mtraining.report import newest_calls, newest_passes, page, plot_ratio, read_lines
 from megatron_mtraining.ring_profile import LaunchTimes, PassTimes, TransferTimes, profile_ring
 from megatron_mtraining.testing import run_virtual
 
@@ -92,4 +92,35 @@ def test_a_run_without_files_is_refused(tmp_path: Path) -> None:
         page(tmp_path)
     (tmp_path / "ring.jsonl").write_text("{\n")
     with pytest.raises(ValueError, match=r"ring.jsonl:1"):
+        page(tmp_path)
+
+
+def test_transfers_over_compute_are_drawn_where_there_are_transfers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches = (LaunchTimes((0,), 0.0, 1.0, 5.0, 5.0, 5.0), LaunchTimes((1,), 5.0, 6.0, 10.0, 10.0, 10.0))
+    transfers = (TransferTimes("inner", 0, 8, 0.0, 6.0), TransferTimes("outer", 1, 8, 6.0, 8.0))
+    drawn = []
+    monkeypatch.setattr("megatron_mtraining.report.plot_ratio", lambda passes: drawn.append(passes) or "the ratio")
+    for moved, found in ((transfers, 1), ((), 0)):
+        drawn.clear()
+        (tmp_path / "ring.jsonl").write_text(json.dumps(PassTimes("forward", 0, launches, moved).to_json()) + "\n")
+        assert page(tmp_path).count("the ratio") == found == len(drawn)
+    monkeypatch.undo()
+    assert PassTimes("forward", 0, launches, transfers).comm_over_compute() == [1.5, 0.5]
+    assert plot_ratio([PassTimes("forward", 0, launches, transfers)]).startswith("<img")
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "message"),
+    [
+        ("metrics.jsonl", "{}", "metrics.jsonl:1: must be an object with step"),
+        ("metrics.jsonl", "[1]", "metrics.jsonl:1: must be an object with step"),
+        ("metrics.jsonl", '{"step": 1', "metrics.jsonl:1: Expecting"),
+        ("ring.jsonl", '{"step": 1}', "ring.jsonl:1: must be an object with cp_rank, launches, phase, transfers"),
+    ],
+)
+def test_a_line_of_something_else_is_named(tmp_path: Path, name: str, line: str, message: str) -> None:
+    (tmp_path / name).write_text(line + "\n")
+    with pytest.raises(ValueError, match=message):
         page(tmp_path)

@@ -27,6 +27,7 @@ from megatron_mtraining.simulator import (
     fit_rates,
     head_parallel_imbalance,
     make_profile,
+    work,
 )
 from megatron_mtraining.simulator.memory import (
     MODELS,
@@ -119,10 +120,46 @@ def test_recommends_a_hierarchical_striped_ring_in_few_launches() -> None:
     assert best.total_imbalance < 1.01
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [Layout.striped(8192, 8, 64, 4), Layout.striped(16384, 8, 128, 8), Layout.zigzag(8192, 8), Layout.striped(8192, 8)],
+    ids=["rotated", "rotated, wide", "zigzag", "striped"],
+)
+def test_both_ways_to_count_pairs_agree(layout: Layout) -> None:
+    profile = make_profile(Pattern(0.1, 0.005), layout.seq_len, 3)
+    owner = (layout.inverse("cpu").long() // layout.local_blocks).numpy()
+    offset, residues = work._folded(profile.slash.sum(0), owner, layout.cp_size)
+    found, by_runs = (way(offset, residues, layout.cp_size) for way in (work._by_transforms, work._by_runs))
+    assert (found == by_runs).all() and (found * 4096 == RankWork.of(profile, layout).slash).all() and found.any()
+
+
+def a_thousand_ranks() -> Predictor:
+    cluster = Cluster(1024, 128, H200_LINKS, H200_RATES)
+    return Predictor(Shape(1 << 22), make_profile(Pattern(), 1 << 22, 16), cluster)
+
+
 def test_a_thousand_ranks_in_seconds() -> None:
+    """4M tokens; rotated stripes of 128 ranks a node do not repeat."""
     began = time.process_time()
-    found = predictor(1 << 22, 128).predict(Choice(stripe_rotation=8, chunks_per_launch=8))
+    found = a_thousand_ranks().predict(Choice(stripe_rotation=128, chunks_per_launch=8))
     assert found.forward.end.shape == (1024,) and time.process_time() - began < 20
+
+
+@pytest.mark.full
+def test_all_choices_of_a_thousand_ranks_in_seconds() -> None:
+    began = time.process_time()
+    best = a_thousand_ranks().recommend()[0]
+    assert time.process_time() - began < 40
+    assert best.choice == Choice(stripe_rotation=128, chunks_per_launch=8)
+
+
+def test_a_flat_ring_over_nodes_is_predicted_chunk_by_chunk_as_it_runs() -> None:
+    found = predictor(65536)
+    asked = found.predict(Choice(ring="flat", chunks_per_launch=8))
+    assert asked.choice.chunks_per_launch == 1 and asked.forward.compute.shape[1] == 32
+    assert {p.choice.chunks_per_launch for p in found.recommend() if p.choice.ring == "flat"} == {1}
+    with pytest.raises(ValueError, match="chunks_per_launch=0: must be at least 1"):
+        found.predict(Choice(chunks_per_launch=0))
 
 
 def test_a_slow_rank_is_waited_for() -> None:
@@ -237,6 +274,17 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         simulate.main(["--seq-len", "100000", "--layout", "striped"])
 
 
+def test_given_rates_take_the_place_of_fitted_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--seq-len 65536 --inner 2 --outer 1 --layout striped --ring flat --json".split()
+    found = []
+    for more in ([], ["--forward-tflops", "59.7"], ["--backward-tflops", "39.4"]):
+        simulate.main([*words, *more])
+        found.append(json.loads(capsys.readouterr().out)["choices"][0])
+    stock, forward, backward = found
+    assert forward["forward_ms"] > 5 * stock["forward_ms"] and forward["backward_ms"] == stock["backward_ms"]
+    assert backward["backward_ms"] > 5 * stock["backward_ms"] and backward["forward_ms"] == stock["forward_ms"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -244,8 +292,25 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         ("--inner 0", "--inner=0: must be at least 1"),
         ("--heads 0", "--heads=0: must be at least 1"),
         ("--inter-gbs 0", "--inter-gbs=0.0: must be above 0"),
-        ("--rates none.json", "--rates none.json: must be a JSON file of benchmarks.bench_ops"),
-        ("--rates README.md", "--rates README.md: must be a JSON file of benchmarks.bench_ops"),
+        ("--rates none.json", "--rates=none.json: must be a JSON file of benchmarks.bench_ops"),
+        ("--rates README.md", "--rates=README.md: must be a JSON file of benchmarks.bench_ops"),
+        (
+            "--rates benchmarks/results/ring-2026-11-30-2-gpus.json",
+            "--rates=benchmarks/results/ring-2026-11-30-2-gpus.json: must be a JSON file of benchmarks.bench_ops, this is",
+        ),
+        ("--index none.pt", "--index=none.pt: No such file or directory"),
+        ("--index README.md", "--index=README.md: README.md: not an index of format 1"),
+        (
+            "--index docs/images/ring.png",
+            "--index=docs/images/ring.png: docs/images/ring.png: not an index of format 1",
+        ),
+        ("--forward-tflops 0", "--forward-tflops=0.0: must be above 0"),
+        ("--inter-gbs nan", "--inter-gbs=nan: must be above 0"),
+        ("--intra-us -5", "--intra-us=-5.0: must be at least 0"),
+        ("--layout striped --chunks 0", "--chunks=0: must be at least 1"),
+        ("--model qwen2.5-3b --tp 0", "--tp=0: must be at least 1"),
+        ("--model qwen2.5-3b --tp 3", "tp=3: must divide the 2 key heads"),
+        ("--model qwen2.5-3b --gpu-memory -3", "--gpu-memory=-3.0: must be above 0"),
     ],
 )
 def test_bad_input_is_one_line_that_names_the_option(words: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
