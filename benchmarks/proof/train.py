@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 from benchmarks.proof.attention import recorded, use
 from benchmarks.proof.evaluate import logits_of, loss_by_position, planted, planted_answers, retrieval, token_losses
 from benchmarks.proof.smollm import load_weights
+from benchmarks.proof.step_recall import recall_line, watched
 from benchmarks.proof.tasks import Phrases, training_sequence
 
 
@@ -30,10 +32,11 @@ class Plan:
         steps: optimizer steps.
         learning_rate: peak; linear warm-up over the first tenth of the steps, then cosine down to a tenth.
         questions: facts planted in the first half of each training sequence and asked for in the second.
-        windows: held-out windows of ``length`` for the loss by position.
+        windows: held-out windows of ``length`` for the loss by position; 0: the run is for its steps alone.
         planted: held-out windows with facts planted and asked for as in training.
         retrieval: (task, length, samples) of the retrieval evaluation; each seed draws its own samples.
-        sparse: variant whose attention stands for sparse inference in the evaluation of dense runs.
+        sparse: variants whose attention stands for sparse inference in the evaluation of dense runs.
+        recall_steps: steps after which the recall of every layer's index is measured on that step's batch.
     """
 
     length: int
@@ -43,7 +46,8 @@ class Plan:
     windows: int = 8
     planted: int = 0
     retrieval: tuple[tuple[str, int, int], ...] = ()
-    sparse: str = "top-p-0.95"
+    sparse: tuple[str, ...] = ("top-p-0.95",)
+    recall_steps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,10 @@ def learning_rate(plan: Plan, step: int) -> float:
 def train(
     model: GPTModel, weights: dict[str, Tensor], name: str, seed: int, plan: Plan, data: Data, device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """Trains the model in place; yields a line per step: loss, gradient norm, seconds, density by layer."""
+    """Trains the model in place; yields a line per step (loss, gradient norm, seconds, density by layer) and recalls.
+
+    Recalls are by layer, a line after each of the plan's ``recall_steps``.
+    """
     load_weights(model, weights)
     model.train()
     use(model, name)
@@ -105,8 +112,9 @@ def train(
     optimizer = MasterAdamW(list(model.parameters()), [weights[n] for n in names], plan.learning_rate)
     for step, batch in enumerate(data.batches(plan, seed)):
         ids = torch.from_numpy(batch)[None].to(device)
+        measured = step in plan.recall_steps
         began = time.perf_counter()
-        with recorded() as indices:
+        with recorded() as indices, watched(model) if measured else nullcontext([]) as seen:
             loss = token_losses(logits_of(model, ids[:, :-1]), ids[:, 1:]).mean()
             loss.backward()
             norm = optimizer.step(learning_rate(plan, step))
@@ -117,22 +125,24 @@ def train(
         if density:
             line["density_by_layer"] = [round(x, 4) for x in torch.stack(density).tolist()]
         yield line
+        if measured and indices:
+            yield {"recall_after": step, "recall": recall_line(model, seen, indices)}
 
 
 def evaluate_run(
     model: GPTModel, name: str, seed: int, plan: Plan, data: Data, device: torch.device
 ) -> Iterator[dict[str, Any]]:
     """Held-out loss by position and retrieval, under dense attention and under the run's own (or the plan's sparse)."""
-    sparse = plan.sparse if name == "dense" else name
-    for attention in ("dense", sparse):
+    attentions = ("dense", *(plan.sparse if name == "dense" else (name,)))
+    for attention in attentions if plan.windows else ():
         found = loss_by_position(model, attention, data.valid, plan.length, plan.windows, device)
         yield {"valid": found, "attention": attention}
     windows = [planted(data.valid, plan.length, plan.questions, data.phrases, number) for number in range(plan.planted)]
     windows = [(tokens.to(device), rows.to(device)) for tokens, rows in windows]
-    for attention in ("dense", sparse) if windows else ():
+    for attention in attentions if windows else ():
         yield {"planted": planted_answers(model, attention, windows), "attention": attention}
     for task, length, count in plan.retrieval:
-        for attention in ("dense", sparse):
+        for attention in attentions:
             found = retrieval(model, attention, task, length, count, data.valid, data.phrases, seed, device)
             yield {"retrieval": found, "attention": attention}
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,7 +32,8 @@ def results(folder):
     """Lines of two runs, by variant, of the command itself."""
     options = (
         f"--gguf {folder}/model.gguf --data {folder} --output {folder}/out --variants dense top-p-0.95 joint-0.95 --seeds 3 "
-        "--length 256 --steps 3 --questions 4 --windows 2 --retrieval needle:128:3 multikey:192:2 --study-layers 2 --planted 2"
+        "--length 256 --steps 3 --questions 4 --windows 2 --retrieval needle:128:3 multikey:192:2 --study-layers 2 --planted 2 "
+        "--recall-steps 0 2"
     )
     # A process of its own: without a GPU it makes Megatron run on the CPU, once and for all.
     command = [sys.executable, "-m", "benchmarks.proof.runs", *options.split()]
@@ -68,6 +70,36 @@ def test_evaluation_is_complete(results):
         assert asked == [(line["attention"], 8) for line in valid]
         found = [line["retrieval"] for line in lines if "retrieval" in line]
         assert [(f["task"], f["count"]) for f in found] == [("needle", 3)] * 2 + [("multikey", 2)] * 2
+
+
+def test_recall_is_measured_after_the_steps_asked_for(results):
+    """Where top-p keeps at least its share of the rows that chose, and dense runs have no index."""
+    found = [line for line in results["top-p-0.95"] if "recall" in line]
+    assert [line["recall_after"] for line in found] == [0, 2]
+    for line in found:
+        recall = line["recall"]
+        assert [len(values) for values in recall.values()] == [2] * 4
+        assert all(0.95 <= value <= 1 for value in recall["probe"])
+        for worst, mean, rows in zip(recall["worst_head"], recall["true"], recall["rows_5th"], strict=True):
+            assert 0.5 < worst <= mean <= 1.00001 and rows <= mean
+    assert not [line for line in results["dense"] if "recall" in line]
+
+
+def test_recall_of_a_layer_is_that_of_its_mask(monkeypatch):
+    """Few rows, a low share: 256 rows of 256 are all rows, so that the mask itself tells the mean."""
+    from benchmarks.proof import step_recall
+
+    q, k = random_layer(seq=256)
+    config = MTrainingConfig(top_p=0.3)
+    index = estimate_index(q, k, config=config)
+    layer = SimpleNamespace(core_attention=SimpleNamespace(mtraining=config))
+    monkeypatch.setattr(step_recall, "attention_layers", lambda model: [layer])
+    found = step_recall.layer_recall(None, 0, (q, k), index)
+    held = (attention_rows(q, k, torch.arange(256), 32**-0.5) * index.to_mask()[0]).sum(2)
+    assert found["true"] == pytest.approx(held.mean().item(), abs=1e-4)
+    assert found["worst_head"] == pytest.approx(held.mean(1).min().item(), abs=1e-4)
+    assert found["probe"] == pytest.approx(held[:, -64:].mean().item(), abs=1e-4)
+    assert found["true"] < 0.95 and found["rows_5th"] < found["true"]
 
 
 def test_index_study_covers_every_family(results, folder):
@@ -180,9 +212,9 @@ def test_summary_pairs_by_seed(results, folder):
     ours, dense = (results[name] for name in ("top-p-0.95", "dense"))
     losses = [next(line["valid"]["loss"] for line in lines if line.get("attention") == how) for lines, how in
               ((ours, "top-p-0.95"), (dense, "dense"))]  # fmt: skip
-    gap = found["gap_to_dense_held_out"]["top-p-0.95"]["own attention"]["values"]
+    gap = found["256"]["gap_to_dense_held_out"]["top-p-0.95"]["own attention"]["values"]
     assert gap == [pytest.approx(losses[0] - losses[1], abs=1e-5)]
-    assert {cell["count"] for cell in found["retrieval"]} == {2, 3}
+    assert {cell["count"] for cell in found["256"]["retrieval"]} == {2, 3}
 
 
 def test_permutation_matches_both_rotations():
