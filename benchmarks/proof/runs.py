@@ -3,7 +3,8 @@
     python -m benchmarks.proof.runs --gguf MODEL.gguf --data data/proof --output FOLDER --seconds 180 \
         --variants dense top-p-0.95 --seeds 0 1 2 --length 32768 --steps 60 --retrieval needle:8192:140
 
-A run's file holds a header, a line per step, and the lines of its evaluation; runs whose file exists are skipped.
+A run's file holds a header, a line per step, and the lines of its evaluation; runs whose file exists are skipped. With
+``--states`` a run that was cut off is taken up where its state was last written, with the same losses as in one go.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from benchmarks.proof.corpus import read_ids
 from benchmarks.proof.index_study import families, study_model
 from benchmarks.proof.session import single_rank
 from benchmarks.proof.smollm import ROPE_THETA, build_model, read_weights
+from benchmarks.proof.state import RunState
 from benchmarks.proof.tasks import Phrases
 from benchmarks.proof.train import Data, Plan, run
 from benchmarks.proof.variants import DENSE
@@ -47,8 +49,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--sparse", nargs="+", default=["top-p-0.95"], help="variants that dense runs are evaluated under besides dense"
     )
     parser.add_argument("--recall-steps", nargs="*", type=int, default=[], help="steps after which recall is measured")
+    parser.add_argument("--states", type=Path, help="folder of the states of unfinished runs, which are taken up again")
+    parser.add_argument("--save-every", type=int, default=10, help="steps between two writes of a state")
+    parser.add_argument(
+        "--steps-a-call", type=int, help="leave a run after so many steps; the next call goes on (--states)"
+    )
     parser.add_argument("--study-layers", nargs="+", type=int, help="index study of these layers after each dense run")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.steps_a_call is not None and options.states is None:
+        parser.error("--steps-a-call: needs --states, where the run's state is kept")
+    return options
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
@@ -92,6 +102,14 @@ class Start:
         return cls(model, {name: tensor.to(device) for name, tensor in weights.items()}, data, device)
 
 
+def state_of(options: argparse.Namespace, path: Path) -> RunState:
+    """Where the run of a result file keeps its state."""
+    if options.states is None:
+        return RunState()
+    options.states.mkdir(parents=True, exist_ok=True)
+    return RunState(options.states / f"{path.stem}.pt", options.save_every, options.steps_a_call)
+
+
 def perform(options: argparse.Namespace, start: Start, began: float) -> None:
     """The runs of a command line, those whose file exists left out.
 
@@ -108,7 +126,11 @@ def perform(options: argparse.Namespace, start: Start, began: float) -> None:
             now = time.monotonic()
             if path.exists() or now - began + longest > options.seconds:
                 continue
-            run(start.model, start.weights, name, seed, plan, start.data, start.device, path)
+            state = state_of(options, path)
+            run(start.model, start.weights, name, seed, plan, start.data, start.device, path, state)
+            if state.left:
+                print(json.dumps({"left": path.name}), flush=True)
+                continue
             if name == DENSE and options.study_layers:
                 study(start, options, seed)
             longest = max(longest, time.monotonic() - now)

@@ -19,6 +19,7 @@ from torch import Tensor
 from benchmarks.proof.attention import recorded, use
 from benchmarks.proof.evaluate import logits_of, loss_by_position, planted, planted_answers, retrieval, token_losses
 from benchmarks.proof.smollm import load_weights
+from benchmarks.proof.state import RunState
 from benchmarks.proof.step_recall import recall_line, watched
 from benchmarks.proof.tasks import Phrases, training_sequence
 
@@ -88,6 +89,17 @@ class MasterAdamW:
             torch._foreach_copy_(self.parameters, self.masters)
         return norm
 
+    def state(self) -> dict[str, Any]:
+        """Masters and moments."""
+        return {"masters": self.masters, "adam": self.adam.state_dict()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Puts what :meth:`state` gave back, and the masters into the parameters."""
+        with torch.no_grad():
+            torch._foreach_copy_(self.masters, [master.to(self.masters[0].device) for master in state["masters"]])
+            torch._foreach_copy_(self.parameters, self.masters)
+        self.adam.load_state_dict(state["adam"])
+
 
 def learning_rate(plan: Plan, step: int) -> float:
     """The rate of a step, counted from 0."""
@@ -99,18 +111,30 @@ def learning_rate(plan: Plan, step: int) -> float:
 
 
 def train(
-    model: GPTModel, weights: dict[str, Tensor], name: str, seed: int, plan: Plan, data: Data, device: torch.device
+    model: GPTModel,
+    weights: dict[str, Tensor],
+    name: str,
+    seed: int,
+    plan: Plan,
+    data: Data,
+    device: torch.device,
+    state: RunState | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Trains the model in place; yields a line per step (loss, gradient norm, seconds, density by layer) and recalls.
 
-    Recalls are by layer, a line after each of the plan's ``recall_steps``.
+    Recalls are by layer, a line after each of the plan's ``recall_steps``. With a ``state`` that has begun, the steps it
+    holds are not done again; it ends early where this process leaves the run.
     """
+    state = state or RunState()
     load_weights(model, weights)
     model.train()
     use(model, name)
     names = [n for n, _ in model.named_parameters()]
     optimizer = MasterAdamW(list(model.parameters()), [weights[n] for n in names], plan.learning_rate)
+    done = state.restore(optimizer)
     for step, batch in enumerate(data.batches(plan, seed)):
+        if step < done:
+            continue
         ids = torch.from_numpy(batch)[None].to(device)
         measured = step in plan.recall_steps
         began = time.perf_counter()
@@ -127,6 +151,9 @@ def train(
         yield line
         if measured and indices:
             yield {"recall_after": step, "recall": recall_line(model, seen, indices)}
+        state.after(step, optimizer)
+        if state.left:
+            return
 
 
 def evaluate_run(
@@ -156,18 +183,25 @@ def run(
     data: Data,
     device: torch.device,
     path: Path,
+    state: RunState | None = None,
 ) -> None:
     """Trains and evaluates; writes JSON lines to ``path``, which appears under its name when the run is complete."""
+    state = state or RunState()
+    state.begin({"variant": name, "seed": seed, "plan": asdict(plan), "device": str(device)})
     partial = path.with_suffix(".partial")
     with partial.open("w") as file:
+        file.writelines(json.dumps(line) + "\n" for line in state.lines)
 
         def write(line: dict[str, Any]) -> None:
+            state.lines.append(line)
             file.write(json.dumps(line) + "\n")
             file.flush()
 
-        write({"variant": name, "seed": seed, "plan": asdict(plan), "device": str(device)})
-        for line in train(model, weights, name, seed, plan, data, device):
+        for line in train(model, weights, name, seed, plan, data, device, state):
             write(line)
+        if state.left:
+            return
         for line in evaluate_run(model, name, seed, plan, data, device):
             write(line)
     partial.rename(path)
+    state.remove()

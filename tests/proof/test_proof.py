@@ -18,6 +18,7 @@ from benchmarks.proof.estimators import ProbeView, joint, spread_rows
 from benchmarks.proof.mass import attention_rows, block_row_mass, kept_share
 from benchmarks.proof.row_study import row_recalls
 from benchmarks.proof.smollm import half_rotation, read_weights
+from benchmarks.proof.state import RunState
 from benchmarks.proof.summary import summarize
 from benchmarks.proof.tasks import DIGITS, TASKS, Phrases, answer_rows, make_sample, make_samples, training_sequence
 from megatron_mtraining import MTrainingConfig, estimate_index
@@ -70,6 +71,30 @@ def test_evaluation_is_complete(results):
         assert asked == [(line["attention"], 8) for line in valid]
         found = [line["retrieval"] for line in lines if "retrieval" in line]
         assert [(f["task"], f["count"]) for f in found] == [("needle", 3)] * 2 + [("multikey", 2)] * 2
+
+
+def test_a_run_in_two_calls_is_the_run_in_one(folder, results):
+    """State after two of three steps, then the rest: the same losses, and evaluation, to the last bit; no state is left."""
+    command = (
+        f"{sys.executable} -m benchmarks.proof.runs --gguf {folder}/model.gguf --data {folder} --output {folder}/two "
+        f"--variants top-p-0.95 --seeds 3 --length 256 --steps 3 --questions 4 --windows 2 --retrieval needle:128:3 "
+        f"multikey:192:2 --planted 2 --recall-steps 0 2 --states {folder}/states --steps-a-call 2"
+    ).split()
+    path = folder / "two" / "top-p-0.95-seed3-256.jsonl"
+    for finished in (False, True):
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert path.exists() == finished and (folder / "states" / "top-p-0.95-seed3-256.pt").exists() != finished
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in (*lines, *results["top-p-0.95"]):
+        line.pop("seconds", None)
+    assert lines == results["top-p-0.95"]
+
+
+def test_the_state_of_another_run_is_refused(tmp_path):
+    torch.save({"lines": [{"variant": "dense"}], "optimizer": {}, "steps": 1}, tmp_path / "x.pt")
+    with pytest.raises(ValueError, match="state of another run"):
+        RunState(tmp_path / "x.pt").begin({"variant": "moba"})
 
 
 def test_recall_is_measured_after_the_steps_asked_for(results):
