@@ -142,22 +142,23 @@ def draw_zero_shot(path_in: Path, path: Path) -> None:
     layers = sorted((line for line in measured if "layer" in line), key=lambda line: line["layer"])
     dense = whole.pop("dense")
     figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(17, 4.6), layout="constrained")
-    for family, color in (
-        ("top-p", "#1f5fa8"),
-        ("segments", "#e08a00"),
-        ("own-lines", "#c8553d"),
-        ("xattention", "#7b4b94"),
+    for family, color, offset in (
+        ("top-p", "#1f5fa8", (4, 4)),
+        ("segments", "#e08a00", (4, -9)),
+        ("own-lines", "#c8553d", (-28, -10)),
+        ("xattention", "#7b4b94", (4, 4)),
     ):
-        found = {name: line for name, line in whole.items() if name.startswith(family)}
+        # Without a cap of the columns the same point.
+        found = {name: line for name, line in whole.items() if name.startswith(family) and "uncapped" not in name}
         x = [line["density"] for line in found.values()]
         for axes, key, base in ((left, "loss", dense["loss"]), (middle, "answer_loss", dense["answer_loss"])):
             y = [line[key] - base for line in found.values()]
             axes.plot(x, y, "o", color=color, markersize=5, label=family)
             for name, a, b in zip(found, x, y, strict=True):
                 short = name.removeprefix(f"{family}-")
-                axes.annotate(short, (a, b), xytext=(4, 3), textcoords="offset points", fontsize=7)
-    left.set(title="held-out loss less dense's", xlabel="density", ylabel="nats")
-    middle.set(title="loss of planted answers' digits less dense's", xlabel="density", ylabel="nats")
+                axes.annotate(short, (a, b), xytext=offset, textcoords="offset points", fontsize=7)
+    left.set(title="held-out loss less dense's", xlabel="density", ylabel="nats", xlim=(0.08, 0.7))
+    middle.set(title="loss of planted answers' digits less dense's", xlabel="density", xlim=(0.08, 0.7))
     base = float(np.mean(dense["by_window"][:2]))
     number = [line["layer"] for line in layers]
     right.bar(number, [line["loss"] - base for line in layers], color="#1f5fa8", label="held-out loss less dense's")
@@ -167,7 +168,7 @@ def draw_zero_shot(path_in: Path, path: Path) -> None:
     other.axhline(float(np.median(answers)), color="#e08a00", linewidth=0.6)
     right.set(title="one layer at top-p 0.95, the others dense", xlabel="layer", ylabel="nats")
     right.legend(loc="upper left", fontsize=8)
-    other.legend(loc="center left", fontsize=8)
+    other.legend(loc="upper left", bbox_to_anchor=(0, 0.9), fontsize=8)
     for axes in (left, middle):
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)

@@ -19,7 +19,7 @@ from benchmarks.proof.mass import attention_rows, block_row_mass, kept_share
 from benchmarks.proof.row_study import row_recalls
 from benchmarks.proof.smollm import half_rotation, read_weights
 from benchmarks.proof.state import RunState
-from benchmarks.proof.summary import summarize
+from benchmarks.proof.summary import Run, gaps, recall_table, repeated, step_times, summarize
 from benchmarks.proof.tasks import DIGITS, TASKS, Phrases, answer_rows, make_sample, make_samples, training_sequence
 from megatron_mtraining import MTrainingConfig, estimate_index
 
@@ -240,6 +240,29 @@ def test_summary_pairs_by_seed(results, folder):
     gap = found["256"]["gap_to_dense_held_out"]["top-p-0.95"]["own attention"]["values"]
     assert gap == [pytest.approx(losses[0] - losses[1], abs=1e-5)]
     assert {cell["count"] for cell in found["256"]["retrieval"]} == {2, 3}
+
+
+def made_run(variant, seed, length, loss, **more):
+    """A run with one held-out loss under its own and dense attention."""
+    valid = {name: {"loss": loss} for name in {variant, "dense"}}
+    steps = [{"step": n, "loss": loss, "seconds": 1.0, "density_by_layer": [0.5, 1.0]} for n in range(3)]
+    return Run(more.pop("job", "job1"), variant, seed, length, steps, valid, [], [], more.pop("recall", {}))
+
+
+def test_gaps_are_of_equal_lengths_and_seeds():
+    runs = [made_run("dense", 0, 256, 2.0), made_run("dense", 1, 256, 2.5), made_run("moba", 1, 256, 2.75)]
+    assert gaps(runs)["moba"]["own attention"]["values"] == [0.25]
+    again = [made_run("dense", 0, 256, 2.125), made_run("dense", 0, 512, 3.0)]
+    assert repeated(runs, again) == [{"seed": 0, "length": 256, "difference": 0.125}]
+    times = step_times([*runs, made_run("moba", 1, 256, 2.0, job="job2")])
+    assert {job: list(found) for job, found in times.items()} == {"job1": ["dense", "moba"], "job2": ["moba"]}
+
+
+def test_recall_is_the_mean_of_the_layers_that_estimate():
+    """Layer 8 of this variant is dense; where nothing was measured there is no mean."""
+    by_layer = {"true": [0.5] * 6 + [0.8] + [1.0], "probe": [None] * 8}
+    found = recall_table([made_run("top-p-0.95-dense-8-19", 0, 256, 2.0, recall={7: by_layer})])
+    assert found == {"top-p-0.95-dense-8-19": {7: {"true": pytest.approx(0.5429, abs=1e-4), "probe": None}}}
 
 
 def test_permutation_matches_both_rotations():
