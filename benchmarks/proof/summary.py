@@ -224,7 +224,7 @@ def at_length(runs: list[Run], steps: list[Run]) -> dict[str, Any]:
         "planted": planted_table(runs),
         "steps": step_times(runs),
         "steps_alone": step_times(steps),
-        "recall": recall_table(runs),
+        "recall": recall_table([*runs, *steps]),
     }
 
 
