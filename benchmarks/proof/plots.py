@@ -59,33 +59,48 @@ def _smooth(values: np.ndarray) -> np.ndarray:
 
 
 def draw_training(runs: list[Run], path: Path) -> None:
-    """Training loss of the first seed; difference to dense and held-out loss by position, means over the paired seeds."""
-    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(16, 5), layout="constrained")
+    """Loss over the steps and perplexity over the positions of one seed; below, what they differ from dense, over the seeds."""
+    figure, ((losses, perplexity), (gap, gap_by_position)) = pyplot.subplots(
+        2, 2, figsize=(15, 9), layout="constrained"
+    )
     by = _by_variant(runs)
-    dense = {run.seed: np.array([s["loss"] for s in run.steps]) for run in by["dense"]}
+    dense = {run.seed: run for run in by["dense"]}
     length = runs[0].length // 1024
     for name, found in by.items():
         paired = [run for run in found if run.seed in dense]
-        if not paired or name.removesuffix("-at-once") not in COLORS:
+        color = COLORS.get(name.removesuffix("-at-once"))
+        if not paired or color is None:
             continue
-        losses = np.array([[s["loss"] for s in run.steps] for run in paired])
-        color = COLORS[name.removesuffix("-at-once")]
-        left.plot(losses[0], color=color, linewidth=1.2, label=f"{name} (seeds: {len(paired)})")
-        if name == "dense":
-            continue
-        middle.plot(_smooth((losses - [dense[run.seed] for run in paired]).mean(0)), color=color)
-        position = np.mean([run.valid[run.own]["by_position"] for run in paired], 0)
-        base = np.mean([r.valid["dense"]["by_position"] for r in by["dense"] if r.seed in {p.seed for p in paired}], 0)
-        right.plot((np.arange(len(position)) + 0.5) * length / len(position), position - base, color=color)
-    left.set(title="training loss, one seed", xlabel=f"step of {length}K tokens", ylabel="nats")
-    middle.set(title=f"less dense's on the same batch, mean of {SMOOTH} steps", xlabel="step", ylabel="nats")
-    right.set(title="held-out loss less dense's by position", xlabel="position (K tokens)", ylabel="nats")
-    for axes in (left, middle, right):
+        ours, base = (np.array([_losses(run) for run in some]) for some in (paired, [dense[r.seed] for r in paired]))
+        at, at_base = (
+            np.array([_positions(run) for run in some]) for some in (paired, [dense[r.seed] for r in paired])
+        )
+        position = (np.arange(at.shape[1]) + 0.5) * length / at.shape[1]
+        losses.plot(ours[0], color=color, linewidth=1.2, label=f"{name} (seeds: {len(paired)})")
+        perplexity.plot(position, np.exp(at[0]), color=color, linewidth=1.2)
+        if name != "dense":
+            gap.plot(_smooth((ours - base).mean(0)), color=color)
+            gap_by_position.plot(position, (at - at_base).mean(0), color=color)
+    losses.set(title="training loss, one seed", xlabel=f"step of {length}K tokens", ylabel="nats")
+    gap.set(title=f"less dense's on the same batch, mean of {SMOOTH} steps", xlabel="step", ylabel="nats")
+    perplexity.set(title="held-out perplexity by position, one seed", xlabel="position (K tokens)", ylabel="perplexity")
+    gap_by_position.set(title="held-out loss less dense's by position", xlabel="position (K tokens)", ylabel="nats")
+    for axes in (losses, perplexity, gap, gap_by_position):
         axes.grid(alpha=0.3)
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
-    middle.axhline(0, color="black", linewidth=0.8)
-    right.axhline(0, color="black", linewidth=0.8)
+    for axes in (gap, gap_by_position):
+        axes.axhline(0, color="black", linewidth=0.8)
+    figure.legend(*losses.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
     _save(figure, path)
+
+
+def _losses(run: Run) -> list[float]:
+    return [step["loss"] for step in run.steps]
+
+
+def _positions(run: Run) -> list[float]:
+    """Held-out loss under the run's own attention, by bucket of positions."""
+    found: list[float] = run.valid[run.own]["by_position"]
+    return found
 
 
 def draw_density(runs: list[Run], path: Path) -> None:
