@@ -73,8 +73,9 @@ class Run:
 
 
 def load_runs(folder: Path, kind: str) -> list[Run]:
-    """The runs below a folder, in the order of their files' names."""
-    return [Run.load(path) for path in sorted(folder.glob(f"*/{kind}/*-seed*.jsonl")) if "index-" not in path.name]
+    """The runs below a folder, in the order of their seeds, then of their files' names."""
+    paths = (path for path in sorted(folder.glob(f"*/{kind}/*-seed*.jsonl")) if "index-" not in path.name)
+    return sorted((Run.load(path) for path in paths), key=lambda run: run.seed)
 
 
 def mean_interval(values: list[float]) -> dict[str, Any]:
