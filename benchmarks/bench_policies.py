@@ -1,6 +1,7 @@
 """Index policies on one GPU: time and memory of the index, time of attention under it, its density and recall.
 
     python -m benchmarks.bench_policies --seq-len 131072 --out benchmarks/results
+    python -m benchmarks.bench_policies --seq-len 131072 --policies top_p --segments 1 4 8 16 --out benchmarks/results
 
 Queries and keys are made up (``benchmarks.structured``): bands, distant lines and columns. Recall is the share of the true
 attention of sampled row blocks that lies on kept pairs. Every policy also runs once with synchronisation forbidden.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -101,10 +103,10 @@ class PolicyRun:
         return ""
 
 
-def policy_row(policy: str, top_p: float, tensors: tuple[Tensor, Tensor, Tensor, Tensor]) -> Row:
+def policy_row(config: MTrainingConfig, tensors: tuple[Tensor, Tensor, Tensor, Tensor]) -> Row:
     """Measures one policy."""
     q, k = tensors[:2]
-    run = PolicyRun(MTrainingConfig(top_p=top_p, index_policy=policy), tensors)
+    run = PolicyRun(config, tensors)
     times: dict[str, Measured] = {
         "index": measure(run.estimate, repeats=5, queued=True),
         "forward": measure(run.attend, repeats=5, queued=True),
@@ -113,7 +115,8 @@ def policy_row(policy: str, top_p: float, tensors: tuple[Tensor, Tensor, Tensor,
     recall = sampled_recall(q, k, run.index, sample(q.shape[1] // BLOCK))
     pairs = float(run.index.pairs().sum())
     return {
-        "policy": policy, "seq_len": q.shape[1], "heads": q.shape[2], "kv_heads": k.shape[2], "head_dim": q.shape[3],
+        "policy": config.index_policy, "segments": config.probe_segments, "top_p": config.top_p,
+        "seq_len": q.shape[1], "heads": q.shape[2], "kv_heads": k.shape[2], "head_dim": q.shape[3],
         **{f"{name}_ms": round(found.ms, 3) for name, found in times.items()},
         "call_ms": round(sum(found.ms for found in times.values()), 3),
         "index_peak_mib": round(times["index"].peak_mib),
@@ -131,15 +134,24 @@ def main() -> None:
     parser.add_argument("--heads", default="16/2/128", help="heads/kv_heads/head_dim")
     parser.add_argument("--top-p", type=float, default=0.9, help="the share of top_p, flexprefill and xattention")
     parser.add_argument("--policies", nargs="+", default=list(INDEX_POLICIES), choices=INDEX_POLICIES)
+    parser.add_argument("--segments", nargs="+", type=int, default=[1], help="probe segments of policy top_p")
     parser.add_argument("--out", type=Path, required=True, help="folder of the JSON and Markdown results")
     args = parser.parse_args()
     heads, kv_heads, dim = map(int, args.heads.split("/"))
     tensors = structured_tensors(args.seq_len, heads, kv_heads, dim, "cuda")
     rows: list[Row] = []
-    for policy in args.policies:
+    name = f"policies-DATE-{args.seq_len // 1024}k"
+    if args.segments != [1]:
+        name = f"segments-DATE-{args.seq_len // 1024}k-{args.heads.replace('/', '-')}"
+    for policy, segments in product(args.policies, args.segments):
+        if policy != "top_p" and segments != args.segments[0]:
+            continue  # it has no segments: once is enough
         torch.cuda.empty_cache()
-        rows.append(policy_row(policy, args.top_p, tensors))
-        write(rows, args.out, "benchmarks.bench_policies", f"policies-DATE-{args.seq_len // 1024}k")
+        config = MTrainingConfig(
+            top_p=args.top_p, index_policy=policy, probe_segments=segments if policy == "top_p" else 1
+        )
+        rows.append(policy_row(config, tensors))
+        write(rows, args.out, "benchmarks.bench_policies", name)
         print(json.dumps(rows[-1]), flush=True)
 
 

@@ -19,15 +19,24 @@ from matplotlib import pyplot
 from matplotlib.colors import LogNorm
 
 from benchmarks.proof.summary import Run, load_runs
+from benchmarks.proof.variants import variant
 
-COLORS = dict(
-    zip(
-        ("dense", "top-p-0.95", "top-p-0.90", "joint-0.95", "moba", "xattention-0.90", "top-p-0.95-dense-8-19",
-         "top-p-0.98-dense-8-19", "segments-8-0.9", "segments-8-0.9-dense-8-19"),
-        ("black", "#1f5fa8", "#7fb2e5", "#c8553d", "#3a7d44", "#7b4b94", "#e08a00", "#f2c14e", "#5b8c9b", "#d6336c"),
-        strict=True,
-    )
-)  # fmt: skip
+COLORS = {
+    "dense": "black",
+    "top-p-0.90": "#7fb2e5",
+    "top-p-0.95": "#1f5fa8",
+    "moba": "#3a7d44",
+    "xattention-0.90": "#7b4b94",
+    "joint-0.95": "#c8553d",
+    "top-p-0.95-dense-8-19": "#e08a00",
+    "segments-8-0.95": "#5b8c9b",
+    "segments-8-0.9-dense-8-19": "#f2a3c0",
+    "segments-8-0.95-dense-8-19": "#d6336c",
+}
+"""The variants that are drawn; the tables have all of them."""
+
+SHORT = 32768
+SMOOTH = 5  # steps of the running mean of the differences
 STYLES = {"paper": "-", "spread + joint": "-"}
 
 
@@ -43,55 +52,100 @@ def _by_variant(runs: list[Run]) -> dict[str, list[Run]]:
     return found
 
 
+def _smooth(values: np.ndarray) -> np.ndarray:
+    """Running mean, shorter at the ends."""
+    weight = np.ones(min(SMOOTH, len(values)))
+    return np.convolve(values, weight, "same") / np.convolve(np.ones(len(values)), weight, "same")
+
+
 def draw_training(runs: list[Run], path: Path) -> None:
-    """Training loss of the first seed; difference to dense and held-out loss by position, means over the paired seeds."""
-    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(16, 5), layout="constrained")
+    """Loss over the steps and perplexity over the positions of one seed; below, what they differ from dense, over the seeds."""
+    figure, ((losses, perplexity), (gap, gap_by_position)) = pyplot.subplots(
+        2, 2, figsize=(15, 9), layout="constrained"
+    )
     by = _by_variant(runs)
-    dense = {run.seed: np.array([s["loss"] for s in run.steps]) for run in by["dense"]}
+    dense = {run.seed: run for run in by["dense"]}
+    length = runs[0].length // 1024
     for name, found in by.items():
         paired = [run for run in found if run.seed in dense]
-        losses = np.array([[s["loss"] for s in run.steps] for run in paired])
-        color = COLORS.get(name)
-        left.plot([step["loss"] for step in paired[0].steps], color=color, label=f"{name} (seeds: {len(paired)})")
+        color = COLORS.get(name.removesuffix("-at-once"))
+        if not paired or color is None:
+            continue
+        ours, base = (np.array([_losses(run) for run in some]) for some in (paired, [dense[r.seed] for r in paired]))
+        at, at_base = (
+            np.array([_positions(run) for run in some]) for some in (paired, [dense[r.seed] for r in paired])
+        )
+        position = (np.arange(at.shape[1]) + 0.5) * length / at.shape[1]
+        losses.plot(ours[0], color=color, linewidth=1.2, label=f"{name} (seeds: {len(paired)})")
+        perplexity.plot(position, np.exp(at[0]), color=color, linewidth=1.2)
         if name != "dense":
-            middle.plot((losses - [dense[run.seed] for run in paired]).mean(0), color=color, label=name)
-        position = np.mean([run.valid[run.own]["by_position"] for run in paired], 0)
-        base = np.mean([r.valid["dense"]["by_position"] for r in by["dense"] if r.seed in {p.seed for p in paired}], 0)
-        if name != "dense":
-            right.plot(
-                (np.arange(len(position)) + 0.5) * paired[0].length / len(position) / 1024,
-                position - base,
-                color=color,
-                label=name,
-            )
-    left.set(
-        title=f"training loss, seed {runs[0].seed} (right: means of the seeds)",
-        xlabel="step of 32K tokens",
-        ylabel="nats",
-    )
-    middle.set(title="training loss less dense's on the same batch", xlabel="step", ylabel="nats")
-    right.set(title="held-out loss less dense's by position", xlabel="position (K tokens)", ylabel="nats")
-    for axes in (left, middle, right):
+            gap.plot(_smooth((ours - base).mean(0)), color=color)
+            gap_by_position.plot(position, (at - at_base).mean(0), color=color)
+    losses.set(title="training loss, one seed", xlabel=f"step of {length}K tokens", ylabel="nats")
+    gap.set(title=f"less dense's on the same batch, mean of {SMOOTH} steps", xlabel="step", ylabel="nats")
+    perplexity.set(title="held-out perplexity by position, one seed", xlabel="position (K tokens)", ylabel="perplexity")
+    gap_by_position.set(title="held-out loss less dense's by position", xlabel="position (K tokens)", ylabel="nats")
+    for axes in (losses, perplexity, gap, gap_by_position):
         axes.grid(alpha=0.3)
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
-    middle.axhline(0, color="black", linewidth=0.8)
-    right.axhline(0, color="black", linewidth=0.8)
+    for axes in (gap, gap_by_position):
+        axes.axhline(0, color="black", linewidth=0.8)
+    figure.legend(*losses.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
     _save(figure, path)
 
 
+def _losses(run: Run) -> list[float]:
+    return [step["loss"] for step in run.steps]
+
+
+def _positions(run: Run) -> list[float]:
+    """Held-out loss under the run's own attention, by bucket of positions."""
+    found: list[float] = run.valid[run.own]["by_position"]
+    return found
+
+
 def draw_density(runs: list[Run], path: Path) -> None:
-    """Density of each layer over the steps, one panel a variant (seed 0); MoBA's is the same everywhere."""
-    chosen = [run for run in runs if run.density is not None and run.seed == 0 and run.variant != "moba"]
-    rows = -(-len(chosen) // 4)
+    """Density of each layer over the steps, one panel a variant (one seed); MoBA's is the same everywhere."""
+    first: dict[str, Run] = {}
+    for run in runs:
+        if run.density is not None and run.variant in COLORS and run.variant != "moba":
+            first.setdefault(run.variant, run)
+    rows = -(-len(first) // 4)
     figure, panels = pyplot.subplots(rows, 4, figsize=(17, 4 * rows), layout="constrained", squeeze=False)
-    for axes in panels.flat[len(chosen) :]:
+    for axes in panels.flat[len(first) :]:
         axes.set_axis_off()
-    for run, axes in zip(chosen, panels.flat, strict=False):
+    for run, axes in zip(first.values(), panels.flat, strict=False):
         table = np.array([step["density_by_layer"] for step in run.steps]).T
         extent = (0, table.shape[1], table.shape[0] + 0.5, 0.5)
-        image = axes.imshow(table, aspect="auto", cmap="viridis", vmin=0, vmax=0.6, extent=extent)
-        axes.set(title=f"{run.variant}: mean {table[:, -1].mean():.2f} at the end", xlabel="step", ylabel="layer")
+        image = axes.imshow(table, aspect="auto", cmap="viridis", vmin=0, vmax=1, extent=extent)
+        axes.set(xlabel="step", ylabel="layer")
+        axes.set_title(f"{run.variant}\nmean at the end {table[:, -1].mean():.2f}", fontsize=10)
     figure.colorbar(image, ax=list(panels[:, -1]), label="computed pairs / causal pairs")
+    _save(figure, path)
+
+
+def draw_recall(runs: list[Run], path: Path) -> None:
+    """Recall of the rows that chose the lines and of all rows: over the steps (mean of the layers), and by layer at the end."""
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(14, 4.8), layout="constrained")
+    first: dict[str, Run] = {}
+    for run in runs:
+        if run.recall:
+            first.setdefault(run.variant, run)
+    for run in first.values():
+        color, steps = COLORS.get(run.variant.removesuffix("-at-once")), sorted(run.recall)
+        kept = [n for n in range(len(run.recall[steps[0]]["true"])) if n + 1 not in variant(run.variant).dense_layers]
+        for key, style, what in (("probe", "--", "rows that chose"), ("true", "-", "all rows")):
+            means = [np.mean([run.recall[step][key][layer] for layer in kept]) for step in steps]
+            left.plot(steps, means, style, marker="o", markersize=4, color=color, label=f"{run.variant}: {what}")
+        numbers = [layer + 1 for layer in kept]
+        for key, style, what in (("probe", "--", "rows that chose"), ("true", "-", "all rows"),
+                                 ("worst_head", ":", "all rows, worst head")):  # fmt: skip
+            values = [run.recall[steps[-1]][key][layer] for layer in kept]
+            right.plot(numbers, values, style, marker="o", markersize=3, color=color, label=f"{run.variant}: {what}")
+    left.set(title="over training, mean of the sparse layers", xlabel="step", ylabel="recall of the attention mass")
+    right.set(title="by layer, last step", xlabel="layer", ylabel="recall of the attention mass")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
     _save(figure, path)
 
 
@@ -103,22 +157,23 @@ def draw_zero_shot(path_in: Path, path: Path) -> None:
     layers = sorted((line for line in measured if "layer" in line), key=lambda line: line["layer"])
     dense = whole.pop("dense")
     figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(17, 4.6), layout="constrained")
-    for family, color in (
-        ("top-p", "#1f5fa8"),
-        ("segments", "#e08a00"),
-        ("own-lines", "#c8553d"),
-        ("xattention", "#7b4b94"),
+    for family, color, offset in (
+        ("top-p", "#1f5fa8", (4, 4)),
+        ("segments", "#e08a00", (4, -9)),
+        ("own-lines", "#c8553d", (-28, -10)),
+        ("xattention", "#7b4b94", (4, 4)),
     ):
-        found = {name: line for name, line in whole.items() if name.startswith(family)}
+        # Without a cap of the columns the same point.
+        found = {name: line for name, line in whole.items() if name.startswith(family) and "uncapped" not in name}
         x = [line["density"] for line in found.values()]
         for axes, key, base in ((left, "loss", dense["loss"]), (middle, "answer_loss", dense["answer_loss"])):
             y = [line[key] - base for line in found.values()]
             axes.plot(x, y, "o", color=color, markersize=5, label=family)
             for name, a, b in zip(found, x, y, strict=True):
                 short = name.removeprefix(f"{family}-")
-                axes.annotate(short, (a, b), xytext=(4, 3), textcoords="offset points", fontsize=7)
-    left.set(title="held-out loss less dense's", xlabel="density", ylabel="nats")
-    middle.set(title="loss of planted answers' digits less dense's", xlabel="density", ylabel="nats")
+                axes.annotate(short, (a, b), xytext=offset, textcoords="offset points", fontsize=7)
+    left.set(title="held-out loss less dense's", xlabel="density", ylabel="nats", xlim=(0.08, 0.7))
+    middle.set(title="loss of planted answers' digits less dense's", xlabel="density", xlim=(0.08, 0.7))
     base = float(np.mean(dense["by_window"][:2]))
     number = [line["layer"] for line in layers]
     right.bar(number, [line["loss"] - base for line in layers], color="#1f5fa8", label="held-out loss less dense's")
@@ -128,7 +183,7 @@ def draw_zero_shot(path_in: Path, path: Path) -> None:
     other.axhline(float(np.median(answers)), color="#e08a00", linewidth=0.6)
     right.set(title="one layer at top-p 0.95, the others dense", xlabel="layer", ylabel="nats")
     right.legend(loc="upper left", fontsize=8)
-    other.legend(loc="center left", fontsize=8)
+    other.legend(loc="upper left", bbox_to_anchor=(0, 0.9), fontsize=8)
     for axes in (left, middle):
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
@@ -194,6 +249,18 @@ def draw_premises(folder: Path, path: Path) -> None:
     _save(figure, path)
 
 
+def draw_runs(runs: list[Run], steps: list[Run], output: Path) -> None:
+    """The pictures of the runs at 32K, and the losses at 64K where there are such runs."""
+    short = [run for run in runs if run.length == SHORT]
+    draw_training(short, output / "proof_training.png")
+    draw_density(short, output / "proof_density.png")
+    measured = [run for run in (*short, *steps) if run.length == SHORT and run.recall]
+    if measured:
+        draw_recall(measured, output / "proof_recall.png")
+    if long := [run for run in runs if run.length == 2 * SHORT]:
+        draw_training(long, output / "proof_training_64k.png")
+
+
 def main() -> None:
     """Command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -205,9 +272,7 @@ def main() -> None:
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     if options.runs:
-        runs = load_runs(options.runs, "training")
-        draw_training(runs, options.output / "proof_training.png")
-        draw_density(runs, options.output / "proof_density.png")
+        draw_runs(load_runs(options.runs, "training"), load_runs(options.runs, "steps"), options.output)
     if options.zero_shot:
         draw_zero_shot(options.zero_shot, options.output / "proof_zero_shot.png")
     if options.index:

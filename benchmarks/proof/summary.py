@@ -2,7 +2,9 @@
 
     python -m benchmarks.proof.summary benchmarks/results/proof-2026-11-30-h200
 
-Reads ``*/training/*.jsonl`` and ``*/steps/*.jsonl`` below the folder and writes ``summary.json`` into it.
+Reads ``*/training/*.jsonl`` (runs that were trained and evaluated), ``*/steps/*.jsonl`` (runs of a few steps for their time)
+and ``*/again/*.jsonl`` (further dense runs) below the folder and writes ``summary.json`` into it. Runs are compared with
+those of their own length.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.proof.variants import DENSE, variant
+
 STUDENT_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}
 """0.975 quantiles by degrees of freedom."""
 
@@ -25,6 +29,7 @@ STUDENT_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.3
 class Run:
     """One file of :mod:`benchmarks.proof.runs`."""
 
+    job: str
     variant: str
     seed: int
     length: int
@@ -32,12 +37,14 @@ class Run:
     valid: dict[str, dict[str, Any]]
     retrieval: list[dict[str, Any]]
     planted: list[dict[str, Any]]
+    recall: dict[int, dict[str, list[float | None]]]
 
     @classmethod
     def load(cls, path: Path) -> Run:
         """Reads a file."""
         header, *lines = (json.loads(line) for line in path.read_text().splitlines())
         return cls(
+            path.parent.parent.name,
             header["variant"],
             header["seed"],
             header["plan"]["length"],
@@ -45,6 +52,7 @@ class Run:
             {line["attention"]: line["valid"] for line in lines if "valid" in line},
             [{"attention": line["attention"], **line["retrieval"]} for line in lines if "retrieval" in line],
             [{"attention": line["attention"], **line["planted"]} for line in lines if "planted" in line],
+            {line["recall_after"]: line["recall"] for line in lines if "recall" in line},
         )
 
     @property
@@ -65,8 +73,9 @@ class Run:
 
 
 def load_runs(folder: Path, kind: str) -> list[Run]:
-    """The runs below a folder, in the order of their files' names."""
-    return [Run.load(path) for path in sorted(folder.glob(f"*/{kind}/*-seed*.jsonl")) if "index-" not in path.name]
+    """The runs below a folder, in the order of their seeds, then of their files' names."""
+    paths = (path for path in sorted(folder.glob(f"*/{kind}/*-seed*.jsonl")) if "index-" not in path.name)
+    return sorted((Run.load(path) for path in paths), key=lambda run: run.seed)
 
 
 def mean_interval(values: list[float]) -> dict[str, Any]:
@@ -87,14 +96,14 @@ def wilson(right: int, count: int) -> list[float]:
 
 def gaps(runs: list[Run]) -> dict[str, Any]:
     """Held-out loss of each variant less that of dense of the same seed, in nats, by attention at evaluation."""
-    dense = {run.seed: run.valid["dense"]["loss"] for run in runs if run.variant == "dense"}
+    dense = {run.seed: run.valid["dense"]["loss"] for run in runs if run.variant == DENSE}
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
-        if run.seed in dense and run.variant != "dense":
+        if run.seed in dense and run.variant != DENSE:
             found[run.variant]["own attention"].append(run.valid[run.own]["loss"] - dense[run.seed])
             found[run.variant]["dense attention"].append(run.valid["dense"]["loss"] - dense[run.seed])
     for run in runs:
-        if run.variant == "dense":
+        if run.variant == DENSE:
             for name, valid in run.valid.items():
                 if name != "dense":
                     found["dense"][f"{name} attention"].append(valid["loss"] - dense[run.seed])
@@ -103,10 +112,10 @@ def gaps(runs: list[Run]) -> dict[str, Any]:
 
 def late_training_gap(runs: list[Run], last: int = 10) -> dict[str, Any]:
     """Training loss of the last steps less dense's on the same batches, in nats, mean over them by seed."""
-    dense = {run.seed: [s["loss"] for s in run.steps] for run in runs if run.variant == "dense"}
+    dense = {run.seed: [s["loss"] for s in run.steps] for run in runs if run.variant == DENSE}
     found: dict[str, list[float]] = defaultdict(list)
     for run in runs:
-        if run.seed in dense and run.variant != "dense":
+        if run.seed in dense and run.variant != DENSE:
             ours = [step["loss"] for step in run.steps]
             found[run.variant].append(float(np.mean(ours[-last:]) - np.mean(dense[run.seed][-last:])))
     return {name: mean_interval(values) for name, values in found.items()}
@@ -158,31 +167,78 @@ def planted_table(runs: list[Run]) -> list[dict[str, Any]]:
 
 
 def step_times(runs: list[Run]) -> dict[str, Any]:
-    """Median seconds of a step and density at the end, by variant: the median over its runs."""
-    by: dict[str, list[Run]] = defaultdict(list)
+    """Median seconds of a step and density at the end, by job and variant: the median over its runs.
+
+    Only times of one job were taken on one machine, with one version of the kernels.
+    """
+    by: dict[str, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
-        by[run.variant].append(run)
+        by[run.job][run.variant].append(run)
     return {
-        name: {
-            "seconds": round(float(np.median([run.step_seconds for run in found])), 4),
-            "density": None if found[0].density is None else round(float(np.mean([r.density for r in found])), 4),
-            "runs": len(found),
+        job: {
+            name: {
+                "seconds": round(float(np.median([run.step_seconds for run in found])), 4),
+                "density": None if found[0].density is None else round(float(np.mean([r.density for r in found])), 4),
+                "runs": len(found),
+            }
+            for name, found in variants.items()
         }
-        for name, found in by.items()
+        for job, variants in by.items()
     }
 
 
-def summarize(folder: Path) -> dict[str, Any]:
-    """Everything the page quotes."""
-    runs, steps = load_runs(folder, "training"), load_runs(folder, "steps")
+def recall_table(runs: list[Run]) -> dict[str, Any]:
+    """Means over the layers that estimate an index, by variant and step; of the first run of a variant that measured them."""
+    found: dict[str, Any] = {}
+    for run in runs:
+        if run.variant not in found and run.recall:
+            dense = variant(run.variant).dense_layers
+            found[run.variant] = {
+                step: {key: _mean_of([v for number, v in enumerate(values, 1) if number not in dense])
+                       for key, values in by_layer.items()}
+                for step, by_layer in run.recall.items()
+            }  # fmt: skip
+    return found
+
+
+def _mean_of(values: list[float | None]) -> float | None:
+    numbers = [value for value in values if value is not None]
+    return round(float(np.mean(numbers)), 4) if numbers else None
+
+
+def repeated(runs: list[Run], again: list[Run]) -> list[dict[str, Any]]:
+    """Held-out loss of a dense run less that of the first one with the same seed, batches and length."""
+    first = {(run.seed, run.length): run.valid["dense"]["loss"] for run in runs if run.variant == DENSE}
+    return [
+        {"seed": run.seed, "length": run.length, "difference": run.valid["dense"]["loss"] - first[run.seed, run.length]}
+        for run in again
+        if run.variant == DENSE and (run.seed, run.length) in first
+    ]
+
+
+def at_length(runs: list[Run], steps: list[Run]) -> dict[str, Any]:
+    """The tables of runs of one length."""
     return {
         "gap_to_dense_held_out": gaps(runs),
         "gap_to_dense_last_10_steps": late_training_gap(runs),
         "retrieval": retrieval_table(runs),
         "planted": planted_table(runs),
-        "steps_32k": step_times(runs),
-        "steps_64k": step_times(steps),
+        "steps": step_times(runs),
+        "steps_alone": step_times(steps),
+        "recall": recall_table([*runs, *steps]),
     }
+
+
+def summarize(folder: Path) -> dict[str, Any]:
+    """Everything the page quotes, by the length of the training sequences."""
+    runs, steps, again = (load_runs(folder, kind) for kind in ("training", "steps", "again"))
+    found: dict[str, Any] = {
+        str(length): at_length(
+            [run for run in runs if run.length == length], [run for run in steps if run.length == length]
+        )
+        for length in sorted({run.length for run in runs + steps})
+    }
+    return {**found, "again": {"differences": repeated(runs, again), "retrieval": retrieval_table(again)}}
 
 
 def main() -> None:

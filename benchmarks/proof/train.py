@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from torch import Tensor
 from benchmarks.proof.attention import recorded, use
 from benchmarks.proof.evaluate import logits_of, loss_by_position, planted, planted_answers, retrieval, token_losses
 from benchmarks.proof.smollm import load_weights
+from benchmarks.proof.state import RunState
+from benchmarks.proof.step_recall import recall_line, watched
 from benchmarks.proof.tasks import Phrases, training_sequence
 
 
@@ -30,10 +33,11 @@ class Plan:
         steps: optimizer steps.
         learning_rate: peak; linear warm-up over the first tenth of the steps, then cosine down to a tenth.
         questions: facts planted in the first half of each training sequence and asked for in the second.
-        windows: held-out windows of ``length`` for the loss by position.
+        windows: held-out windows of ``length`` for the loss by position; 0: the run is for its steps alone.
         planted: held-out windows with facts planted and asked for as in training.
         retrieval: (task, length, samples) of the retrieval evaluation; each seed draws its own samples.
-        sparse: variant whose attention stands for sparse inference in the evaluation of dense runs.
+        sparse: variants whose attention stands for sparse inference in the evaluation of dense runs.
+        recall_steps: steps after which the recall of every layer's index is measured on that step's batch.
     """
 
     length: int
@@ -43,7 +47,8 @@ class Plan:
     windows: int = 8
     planted: int = 0
     retrieval: tuple[tuple[str, int, int], ...] = ()
-    sparse: str = "top-p-0.95"
+    sparse: tuple[str, ...] = ("top-p-0.95",)
+    recall_steps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,17 @@ class MasterAdamW:
             torch._foreach_copy_(self.parameters, self.masters)
         return norm
 
+    def state(self) -> dict[str, Any]:
+        """Masters and moments."""
+        return {"masters": self.masters, "adam": self.adam.state_dict()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Puts what :meth:`state` gave back, and the masters into the parameters."""
+        with torch.no_grad():
+            torch._foreach_copy_(self.masters, [master.to(self.masters[0].device) for master in state["masters"]])
+            torch._foreach_copy_(self.parameters, self.masters)
+        self.adam.load_state_dict(state["adam"])
+
 
 def learning_rate(plan: Plan, step: int) -> float:
     """The rate of a step, counted from 0."""
@@ -95,18 +111,34 @@ def learning_rate(plan: Plan, step: int) -> float:
 
 
 def train(
-    model: GPTModel, weights: dict[str, Tensor], name: str, seed: int, plan: Plan, data: Data, device: torch.device
+    model: GPTModel,
+    weights: dict[str, Tensor],
+    name: str,
+    seed: int,
+    plan: Plan,
+    data: Data,
+    device: torch.device,
+    state: RunState | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Trains the model in place; yields a line per step: loss, gradient norm, seconds, density by layer."""
+    """Trains the model in place; yields a line per step (loss, gradient norm, seconds, density by layer) and recalls.
+
+    Recalls are by layer, a line after each of the plan's ``recall_steps``. With a ``state`` that has begun, the steps it
+    holds are not done again; it ends early where this process leaves the run.
+    """
+    state = state or RunState()
     load_weights(model, weights)
     model.train()
     use(model, name)
     names = [n for n, _ in model.named_parameters()]
     optimizer = MasterAdamW(list(model.parameters()), [weights[n] for n in names], plan.learning_rate)
+    done = state.restore(optimizer)
     for step, batch in enumerate(data.batches(plan, seed)):
+        if step < done:
+            continue
         ids = torch.from_numpy(batch)[None].to(device)
+        measured = step in plan.recall_steps
         began = time.perf_counter()
-        with recorded() as indices:
+        with recorded() as indices, watched(model) if measured else nullcontext([]) as seen:
             loss = token_losses(logits_of(model, ids[:, :-1]), ids[:, 1:]).mean()
             loss.backward()
             norm = optimizer.step(learning_rate(plan, step))
@@ -117,22 +149,27 @@ def train(
         if density:
             line["density_by_layer"] = [round(x, 4) for x in torch.stack(density).tolist()]
         yield line
+        if measured and indices:
+            yield {"recall_after": step, "recall": recall_line(model, seen, indices)}
+        state.after(step, optimizer)
+        if state.left:
+            return
 
 
 def evaluate_run(
     model: GPTModel, name: str, seed: int, plan: Plan, data: Data, device: torch.device
 ) -> Iterator[dict[str, Any]]:
     """Held-out loss by position and retrieval, under dense attention and under the run's own (or the plan's sparse)."""
-    sparse = plan.sparse if name == "dense" else name
-    for attention in ("dense", sparse):
+    attentions = ("dense", *(plan.sparse if name == "dense" else (name,)))
+    for attention in attentions if plan.windows else ():
         found = loss_by_position(model, attention, data.valid, plan.length, plan.windows, device)
         yield {"valid": found, "attention": attention}
     windows = [planted(data.valid, plan.length, plan.questions, data.phrases, number) for number in range(plan.planted)]
     windows = [(tokens.to(device), rows.to(device)) for tokens, rows in windows]
-    for attention in ("dense", sparse) if windows else ():
+    for attention in attentions if windows else ():
         yield {"planted": planted_answers(model, attention, windows), "attention": attention}
     for task, length, count in plan.retrieval:
-        for attention in ("dense", sparse):
+        for attention in attentions:
             found = retrieval(model, attention, task, length, count, data.valid, data.phrases, seed, device)
             yield {"retrieval": found, "attention": attention}
 
@@ -146,18 +183,25 @@ def run(
     data: Data,
     device: torch.device,
     path: Path,
+    state: RunState | None = None,
 ) -> None:
     """Trains and evaluates; writes JSON lines to ``path``, which appears under its name when the run is complete."""
+    state = state or RunState()
+    state.begin({"variant": name, "seed": seed, "plan": asdict(plan), "device": str(device)})
     partial = path.with_suffix(".partial")
     with partial.open("w") as file:
+        file.writelines(json.dumps(line) + "\n" for line in state.lines)
 
         def write(line: dict[str, Any]) -> None:
+            state.lines.append(line)
             file.write(json.dumps(line) + "\n")
             file.flush()
 
-        write({"variant": name, "seed": seed, "plan": asdict(plan), "device": str(device)})
-        for line in train(model, weights, name, seed, plan, data, device):
+        for line in train(model, weights, name, seed, plan, data, device, state):
             write(line)
+        if state.left:
+            return
         for line in evaluate_run(model, name, seed, plan, data, device):
             write(line)
     partial.rename(path)
+    state.remove()

@@ -75,10 +75,12 @@ VARIANTS: dict[str, Variant] = {
         for bound in (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9)
     },
     **{
-        f"segments-{count}-0.9-dense-8-19": Variant(
-            MTrainingConfig(top_p=0.9, probe_segments=count), dense_layers=(8, 19)
+        f"segments-{count}-{share}-dense-8-19{name}": Variant(
+            MTrainingConfig(top_p=share, probe_segments=count, max_compact_columns=columns), dense_layers=(8, 19)
         )
         for count in (4, 8)
+        for share in (0.9, 0.95)
+        for name, columns in (("", 16384), ("-at-once", 32768))
     },
     **{
         f"early-{share}-late-{name}-dense-8-19": Variant(
@@ -89,13 +91,14 @@ VARIANTS: dict[str, Variant] = {
     },
     **{
         f"top-p-{share}-dense-{'-'.join(map(str, layers))}": Variant(MTrainingConfig(top_p=share), dense_layers=layers)
-        for share in (0.9, 0.95, 0.98)
+        for share in (0.9, 0.95, 0.98, 0.99)
         for layers in ((19,), (8, 19))
     },
     "moba": Variant(MTrainingConfig(index_policy="moba", moba_block_size=512, moba_top_k=12)),
 }
 """``dense`` is cuDNN's SDPA, ``ring-dense`` this project's own kernel with every distance on; ``segments-S-p`` has probe rows
-at the end of each of S parts of the sequence, ``own-lines-S-p`` gives each part lines of its own."""
+at the end of each of S parts of the sequence (``-at-once``: all columns that they may keep are gathered in one piece),
+``own-lines-S-p`` gives each part lines of its own."""
 
 
 def variant(name: str) -> Variant:

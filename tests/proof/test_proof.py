@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,8 @@ from benchmarks.proof.estimators import ProbeView, joint, spread_rows
 from benchmarks.proof.mass import attention_rows, block_row_mass, kept_share
 from benchmarks.proof.row_study import row_recalls
 from benchmarks.proof.smollm import half_rotation, read_weights
-from benchmarks.proof.summary import summarize
+from benchmarks.proof.state import RunState
+from benchmarks.proof.summary import Run, gaps, recall_table, repeated, step_times, summarize
 from benchmarks.proof.tasks import DIGITS, TASKS, Phrases, answer_rows, make_sample, make_samples, training_sequence
 from megatron_mtraining import MTrainingConfig, estimate_index
 
@@ -31,7 +33,8 @@ def results(folder):
     """Lines of two runs, by variant, of the command itself."""
     options = (
         f"--gguf {folder}/model.gguf --data {folder} --output {folder}/out --variants dense top-p-0.95 joint-0.95 --seeds 3 "
-        "--length 256 --steps 3 --questions 4 --windows 2 --retrieval needle:128:3 multikey:192:2 --study-layers 2 --planted 2"
+        "--length 256 --steps 3 --questions 4 --windows 2 --retrieval needle:128:3 multikey:192:2 --study-layers 2 --planted 2 "
+        "--recall-steps 0 2"
     )
     # A process of its own: without a GPU it makes Megatron run on the CPU, once and for all.
     command = [sys.executable, "-m", "benchmarks.proof.runs", *options.split()]
@@ -68,6 +71,60 @@ def test_evaluation_is_complete(results):
         assert asked == [(line["attention"], 8) for line in valid]
         found = [line["retrieval"] for line in lines if "retrieval" in line]
         assert [(f["task"], f["count"]) for f in found] == [("needle", 3)] * 2 + [("multikey", 2)] * 2
+
+
+def test_a_run_in_two_calls_is_the_run_in_one(folder, results):
+    """State after two of three steps, then the rest: the same losses, and evaluation, to the last bit; no state is left."""
+    command = (
+        f"{sys.executable} -m benchmarks.proof.runs --gguf {folder}/model.gguf --data {folder} --output {folder}/two "
+        f"--variants top-p-0.95 --seeds 3 --length 256 --steps 3 --questions 4 --windows 2 --retrieval needle:128:3 "
+        f"multikey:192:2 --planted 2 --recall-steps 0 2 --states {folder}/states --steps-a-call 2"
+    ).split()
+    path = folder / "two" / "top-p-0.95-seed3-256.jsonl"
+    for finished in (False, True):
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert path.exists() == finished and (folder / "states" / "top-p-0.95-seed3-256.pt").exists() != finished
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in (*lines, *results["top-p-0.95"]):
+        line.pop("seconds", None)
+    assert lines == results["top-p-0.95"]
+
+
+def test_the_state_of_another_run_is_refused(tmp_path):
+    torch.save({"lines": [{"variant": "dense"}], "optimizer": {}, "steps": 1}, tmp_path / "x.pt")
+    with pytest.raises(ValueError, match="state of another run"):
+        RunState(tmp_path / "x.pt").begin({"variant": "moba"})
+
+
+def test_recall_is_measured_after_the_steps_asked_for(results):
+    """Where top-p keeps at least its share of the rows that chose, and dense runs have no index."""
+    found = [line for line in results["top-p-0.95"] if "recall" in line]
+    assert [line["recall_after"] for line in found] == [0, 2]
+    for line in found:
+        recall = line["recall"]
+        assert [len(values) for values in recall.values()] == [2] * 4
+        assert all(0.95 <= value <= 1 for value in recall["probe"])
+        for worst, mean, rows in zip(recall["worst_head"], recall["true"], recall["rows_5th"], strict=True):
+            assert 0.5 < worst <= mean <= 1.00001 and rows <= mean
+    assert not [line for line in results["dense"] if "recall" in line]
+
+
+def test_recall_of_a_layer_is_that_of_its_mask(monkeypatch):
+    """Few rows, a low share: 256 rows of 256 are all rows, so that the mask itself tells the mean."""
+    from benchmarks.proof import step_recall
+
+    q, k = random_layer(seq=256)
+    config = MTrainingConfig(top_p=0.3)
+    index = estimate_index(q, k, config=config)
+    layer = SimpleNamespace(core_attention=SimpleNamespace(mtraining=config))
+    monkeypatch.setattr(step_recall, "attention_layers", lambda model: [layer])
+    found = step_recall.layer_recall(None, 0, (q, k), index)
+    held = (attention_rows(q, k, torch.arange(256), 32**-0.5) * index.to_mask()[0]).sum(2)
+    assert found["true"] == pytest.approx(held.mean().item(), abs=1e-4)
+    assert found["worst_head"] == pytest.approx(held.mean(1).min().item(), abs=1e-4)
+    assert found["probe"] == pytest.approx(held[:, -64:].mean().item(), abs=1e-4)
+    assert found["true"] < 0.95 and found["rows_5th"] < found["true"]
 
 
 def test_index_study_covers_every_family(results, folder):
@@ -180,9 +237,32 @@ def test_summary_pairs_by_seed(results, folder):
     ours, dense = (results[name] for name in ("top-p-0.95", "dense"))
     losses = [next(line["valid"]["loss"] for line in lines if line.get("attention") == how) for lines, how in
               ((ours, "top-p-0.95"), (dense, "dense"))]  # fmt: skip
-    gap = found["gap_to_dense_held_out"]["top-p-0.95"]["own attention"]["values"]
+    gap = found["256"]["gap_to_dense_held_out"]["top-p-0.95"]["own attention"]["values"]
     assert gap == [pytest.approx(losses[0] - losses[1], abs=1e-5)]
-    assert {cell["count"] for cell in found["retrieval"]} == {2, 3}
+    assert {cell["count"] for cell in found["256"]["retrieval"]} == {2, 3}
+
+
+def made_run(variant, seed, length, loss, **more):
+    """A run with one held-out loss under its own and dense attention."""
+    valid = {name: {"loss": loss} for name in {variant, "dense"}}
+    steps = [{"step": n, "loss": loss, "seconds": 1.0, "density_by_layer": [0.5, 1.0]} for n in range(3)]
+    return Run(more.pop("job", "job1"), variant, seed, length, steps, valid, [], [], more.pop("recall", {}))
+
+
+def test_gaps_are_of_equal_lengths_and_seeds():
+    runs = [made_run("dense", 0, 256, 2.0), made_run("dense", 1, 256, 2.5), made_run("moba", 1, 256, 2.75)]
+    assert gaps(runs)["moba"]["own attention"]["values"] == [0.25]
+    again = [made_run("dense", 0, 256, 2.125), made_run("dense", 0, 512, 3.0)]
+    assert repeated(runs, again) == [{"seed": 0, "length": 256, "difference": 0.125}]
+    times = step_times([*runs, made_run("moba", 1, 256, 2.0, job="job2")])
+    assert {job: list(found) for job, found in times.items()} == {"job1": ["dense", "moba"], "job2": ["moba"]}
+
+
+def test_recall_is_the_mean_of_the_layers_that_estimate():
+    """Layer 8 of this variant is dense; where nothing was measured there is no mean."""
+    by_layer = {"true": [0.5] * 6 + [0.8] + [1.0], "probe": [None] * 8}
+    found = recall_table([made_run("top-p-0.95-dense-8-19", 0, 256, 2.0, recall={7: by_layer})])
+    assert found == {"top-p-0.95-dense-8-19": {7: {"true": pytest.approx(0.5429, abs=1e-4), "probe": None}}}
 
 
 def test_permutation_matches_both_rotations():
