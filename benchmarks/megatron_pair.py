@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .megatron_runs import CHECKS, CURVES, MODEL, ONE_GPU, SMALL, SPEED, VARIABLES
-from .megatron_single import CURVE, Single, parse, run_groups
+from .megatron_runs import CHECKS, CP2, CURVES, ONE_GPU, SMALL, SPEED, SPEED_STEPS, VARIABLES
+from .megatron_single import CURVE, RECORDINGS, SPARSE_SMALL, Single, parse, run_groups
 from .run_pool import Run
 
 CASES = ("gpt_153m_mtraining_cp2", "gpt_153m_mtraining_tp2_sp")
@@ -25,27 +25,29 @@ def variables(name: str) -> dict[str, str]:
 
 
 def curves(pair: Single) -> Iterator[Run]:
-    """50 steps, 32,768 tokens each."""
+    """50 steps, 32,768 tokens each; one run at a time, since collectives of several wait for each other's time slices."""
     for name, (kind, words) in CURVES.items():
         if kind == "curve":
-            yield Run(name, "single", pair.start(name, f"{words} {MODEL} {CURVE}"), variables(name))
+            yield pair.gated(name, f"{words} {CURVE}", variables(name))
 
 
-def golden(pair: Single, step: str = "recorded") -> Iterator[Run]:
-    """The functional tests, which record their golden values."""
+def golden(pair: Single) -> Iterator[Run]:
+    """The functional tests, each recorded twice side by side."""
     for case in CASES:
-        yield pair.functional_test(case, step)
+        for step in RECORDINGS:
+            yield pair.functional_test(case, step)
 
 
 def repeated(pair: Single) -> Iterator[Run]:
-    """The functional tests again, compared with the golden values."""
-    return golden(pair, "repeated")
+    """The functional tests, compared with the golden values."""
+    for case in CASES:
+        yield pair.functional_test(case, "repeated")
 
 
 def speed(pair: Single) -> Iterator[Run]:
-    """8 steps of one long sequence; each pair of processes has the GPUs to itself."""
+    """Steps of one long sequence; each pair of processes has the GPUs to itself."""
     for name, words in SPEED.items():
-        yield pair.gated(name, words, variables(name))
+        yield pair.long(name, f"{words} --train-iters {SPEED_STEPS} --lr-warmup-iters 5", variables(name))
 
 
 def checks(pair: Single) -> Iterator[Run]:
@@ -54,6 +56,8 @@ def checks(pair: Single) -> Iterator[Run]:
     for name in [*names, *sorted(REDONE_ON_ONE)]:
         command = pair.start(name, f"{SMALL} {CHECKS[name]}")
         yield Run(name, "small", command, variables(name), timeout=75)
+    packed = pair.start("packed_cp2", f"{SMALL} {SPARSE_SMALL} {CP2} --mock-data")
+    yield Run("packed_cp2", "small", packed, variables("packed_cp2"), timeout=75)
 
 
 GROUPS = {"curves": curves, "speed": speed, "golden": golden, "checks": checks, "repeated": repeated}

@@ -1,12 +1,14 @@
-"""Runs Megatron-LM's own tests of parallel attention with this package's core attention at top-p 1, on one GPU.
+"""Runs Megatron-LM's own tests of parallel attention with this package's core attention at top-p 1, on one GPU or more.
 
     python tools/upstream_attention.py --megatron DIR [options of pytest]
+    torchrun --nproc-per-node 2 tools/upstream_attention.py --megatron DIR [options of pytest]
 
 DIR is a checkout of Megatron-LM with its tests and Transformer Engine is installed. Upstream, `test_attention.py` compares a
 self-attention layer, output and gradients, under tensor or context parallelism with the same layer and checkpoint on one
-rank. Here the layer that is compared has MTraining attention instead, on one rank, and the baseline keeps Transformer
-Engine's. `test_thd_correctness.py` compares packed documents with the same documents padded into a batch; here both layers
-have MTraining attention. Their tolerances are upstream's, for layers about as wide as upstream's.
+rank. Here the layer that is compared has MTraining attention instead, under the splits that so many ranks allow (on one, the
+same layer once more), and the baseline keeps Transformer Engine's. `test_thd_correctness.py` compares packed documents with
+the same documents padded into a batch; here both layers have MTraining attention. Their tolerances are upstream's, for layers
+about as wide as upstream's.
 
 Wider layers have larger gradients, where bf16 alone exceeds these tolerances: there both are compared with attention
 calculated in fp32.
@@ -19,13 +21,20 @@ import dataclasses
 import importlib
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-HEADS = {64: (4, None), 128: (2, 1)}
-"""head dimension -> heads, query groups"""
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))
+SPLITS = {
+    1: [(1, False, 1)],
+    2: [(2, False, 1), (2, True, 1), (1, False, 2)],
+    4: [(4, False, 1), (4, True, 1), (1, False, 4), (2, False, 2), (2, True, 2)],
+}
+"""ranks -> tensor-parallel size, sequence parallelism, context-parallel size; those of 4 are upstream's"""
+one_rank = pytest.mark.skipif(RANKS > 1, reason="for one rank")
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "fused_rope": {"apply_rope_fusion": True},
@@ -35,40 +44,52 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """name -> what of the configuration differs"""
 
 
+def every_line() -> Any:
+    """The config that keeps every line."""
+    from megatron_mtraining import MTrainingConfig
+
+    return MTrainingConfig(top_p=1.0, max_vertical=None)
+
+
 def exact() -> Any:
     """The core attention with every line kept."""
-    from megatron_mtraining import MTrainingConfig
     from megatron_mtraining.integration import core_attention_spec
 
-    return core_attention_spec(MTrainingConfig(top_p=1.0, max_vertical=None))
+    return core_attention_spec(every_line())
 
 
-@pytest.mark.parametrize("head_dim", list(HEADS))
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder for checkpoints, the same on all ranks."""
+    return tmp_path if RANKS == 1 else Path(tempfile.gettempdir()) / f"upstream-{os.environ['MASTER_PORT']}"
+
+
+@pytest.mark.parametrize(("tp", "sp", "cp"), SPLITS[RANKS])
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("packed", [False, True], ids=["sbhd", "thd"])
 @pytest.mark.parametrize("variant", list(VARIANTS))
 def test_parallel_attention_correctness(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, head_dim: int, packed: bool, variant: str
+    monkeypatch: pytest.MonkeyPatch, folder: Path, head_dim: int, packed: bool, variant: str, tp: int, sp: bool, cp: int
 ) -> None:
-    """The second model that upstream's test builds has our core attention."""
+    """The second model that upstream's test builds has our core attention; it holds the sequence in zigzag, as upstream."""
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer import TransformerConfig
 
-    from megatron_mtraining.integration import MTrainingCoreAttention, swap_core_attention
+    from megatron_mtraining.integration import MTrainingCoreAttention, set_up, tear_down
 
     upstream = importlib.import_module("tests.unit_tests.transformer.test_attention")
     cores: list[Any] = []
 
-    def build(*, transformer_layer_spec: Any, **given: Any) -> GPTModel:
-        swaps = 1
+    def build(**given: Any) -> GPTModel:
         if cores:
-            transformer_layer_spec, swaps = swap_core_attention(transformer_layer_spec, exact())
-        model = GPTModel(transformer_layer_spec=transformer_layer_spec, **given)
+            set_up(every_line(), given["config"], layout_mode="convert")
+        model = GPTModel(**given)
         cores.append(model.decoder.layers[0].self_attention.core_attention)
-        assert swaps == 1
         return model
 
     monkeypatch.setattr(upstream, "GPTModel", build)
-    heads, groups = HEADS[head_dim]
+    heads = {64: 4, 128: max(2, tp)}[head_dim]
+    groups = 1 if head_dim == 128 and tp == 1 else heads
     config = TransformerConfig(
         num_layers=1,
         hidden_size=heads * head_dim,
@@ -81,12 +102,25 @@ def test_parallel_attention_correctness(
         **VARIANTS[variant],
     )
     spec = upstream.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    upstream._test_parallel_attention_correctness(
-        config, spec, tmp_path, atol=1e-2, rtol=1e-2, tp=1, cp=1, sequence_length=256, sequence_packing=packed
-    )
+    try:
+        upstream._test_parallel_attention_correctness(
+            config,
+            spec,
+            folder,
+            atol=1e-2,
+            rtol=1e-2,
+            tp=tp,
+            sp=sp,
+            cp=cp,
+            sequence_length=256,
+            sequence_packing=packed,
+        )
+    finally:
+        tear_down()
     assert [isinstance(core, MTrainingCoreAttention) for core in cores] == [False, True]
 
 
+@one_rank
 @pytest.mark.parametrize("lengths", [[2048, 512, 192], [4096], [64, 3584, 64, 128]], ids=str)
 @pytest.mark.parametrize("width", [(1024, 16, 4), (1024, 8, 8)], ids=str)
 def test_thd_format(monkeypatch: pytest.MonkeyPatch, lengths: list[int], width: tuple[int, int, int]) -> None:
@@ -108,6 +142,7 @@ def test_thd_format(monkeypatch: pytest.MonkeyPatch, lengths: list[int], width: 
     assert swaps == [1]
 
 
+@one_rank
 @pytest.mark.parametrize("shape", [(8, 2, 128), (16, 4, 64), (8, 8, 128)], ids=str)
 @pytest.mark.parametrize("seq_len", [256, 4096])
 def test_error_is_that_of_transformer_engine(shape: tuple[int, int, int], seq_len: int) -> None:
@@ -187,7 +222,9 @@ def main() -> None:
         "no:cacheprovider",
         "--import-mode=importlib",
     ]
-    raise SystemExit(pytest.main([here, *settings, "-v", "-rP", "--tb=short", *more]))
+    raise SystemExit(
+        pytest.main([here, *settings, "-v", "-rP", "--show-capture=stdout", "-p", "no:logging", "--tb=short", *more])
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """One rank of the fault tests: ``python -m tests.core.fault_worker RANK WORLD STORE_FILE FAULT SECONDS``.
 
-Rank 1 has the fault; the others say what they saw of it in their last line.
+Rank 1 has the fault; the others say what they saw of it in their last line. With a GPU for each rank they use NCCL, whose
+watchdog ends the process itself.
 """
 
 import datetime
@@ -21,16 +22,25 @@ GROWTH = 64 * 2**20  # bytes; a leaked chunk a pass would be far more
 
 def attend(seed: int = 0) -> list[torch.Tensor]:
     """Forward and backward over the ring: two passes. Returns the output and the gradients."""
-    layout = Layout.striped(256, dist.get_world_size())
+    on_gpu = dist.get_backend() == "nccl"
+    seq_len, head_dim = (1024, 64) if on_gpu else (256, 16)
+    layout = Layout.striped(seq_len, dist.get_world_size())
     generator = torch.Generator().manual_seed(seed)
-    leaves = [torch.randn(1, 256, heads, 16, generator=generator) for heads in (2, 1, 1)]
+    leaves = [torch.randn(1, seq_len, heads, head_dim, generator=generator) for heads in (2, 1, 1)]
+    if on_gpu:
+        leaves = [x.bfloat16().cuda() for x in leaves]
     leaves = [layout.shard(x, dist.get_rank()).requires_grad_() for x in leaves]
     out = mtraining_attention(*leaves, config=MTrainingConfig(top_p=0.8), layout=layout, cp_group=dist.group.WORLD)
-    return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+    results = [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+    if on_gpu:
+        torch.cuda.synchronize()  # a fault is met here, not in a later pass
+    return results
 
 
 def memory() -> int:
-    """Most bytes this process has had."""
+    """Most bytes this process has had, on its GPU if it uses one."""
+    if dist.get_backend() == "nccl":
+        return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -57,8 +67,11 @@ def main() -> None:
         float(sys.argv[5]),
     )
     torch.set_num_threads(1)
+    backend = "nccl" if torch.cuda.device_count() >= world else "gloo"
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=seconds)
+        backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=seconds)
     )
     if fault == "none":
         many_passes()

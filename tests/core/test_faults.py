@@ -8,10 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 4.0
 SLACK = 20.0  # seconds a busy machine may add
+NCCL_SLACK = 75.0  # start-up of both ranks on GPUs, and the watchdog's wait for its own dumps
 
 
 def start(tmp_path, fault, seconds):
@@ -43,6 +45,25 @@ def test_the_other_rank_stops_within_the_time_out(tmp_path, fault, message):
     assert seen, output
     assert float(seen[1]) < LIMIT + SLACK
     assert re.search(message, seen[2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fault", ["sleeps", "is_killed"])
+def test_on_nccl_the_other_rank_ends_within_the_time_out(tmp_path, fault):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    began, ranks = time.monotonic(), start(tmp_path, fault, LIMIT)
+    try:
+        output, _ = ranks[0].communicate(timeout=120)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+            rank.stdout.close()
+    print(f"{time.monotonic() - began:.0f} s, status {ranks[0].returncode}: {output[-2000:]}")
+    assert ranks[0].returncode not in (0, None), output
+    assert time.monotonic() - began < LIMIT + NCCL_SLACK
+    assert re.search(r"[Ww]atchdog caught collective operation timeout|SEEN after", output)
 
 
 @pytest.mark.full

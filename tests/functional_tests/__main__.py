@@ -1,11 +1,12 @@
 """Runs the functional tests without Megatron's runner (which needs uv and yq): same files, same rules.
 
-    python -m tests.functional_tests run CASE ... --megatron DIR [--record] [--output DIR]
-    python -m tests.functional_tests compare CASE --tensorboard DIR
+    python -m tests.functional_tests run CASE ... --megatron DIR [--record] [--values DIR] [--output DIR]
+    python -m tests.functional_tests compare CASE --tensorboard DIR [--values DIR]
 
 ``run`` trains with an unmodified ``pretrain_gpt.py`` of the Megatron-LM checkout DIR and compares with the golden values;
 ``--record`` writes them instead. Where ``megatron-mtraining enable`` was run the script is started as it is, else through
-the launcher. ``compare`` looks at the TensorBoard files of a run that is there already.
+the launcher. ``compare`` looks at the TensorBoard files of a run that is there already. ``--values`` takes golden values from
+a folder of your own (other GPUs, other versions), or records into it.
 """
 
 from __future__ import annotations
@@ -115,6 +116,10 @@ def parse(argv: Sequence[str] | None, cases: dict[str, Case]) -> argparse.Namesp
     comparing = commands.add_parser("compare", help="compare a run that is there")
     comparing.add_argument("case", choices=sorted(cases))
     comparing.add_argument("--tensorboard", type=Path, required=True, help="folder of its TensorBoard files")
+    for command in (running, comparing):
+        command.add_argument(
+            "--values", type=Path, default=None, help="folder of golden values (default: beside the cases)"
+        )
     return parser.parse_args(argv)
 
 
@@ -124,8 +129,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: with status 1 if a case fails, or with one line if there is nothing to compare it with.
     """
-    cases = load_cases()
-    options = parse(argv, cases)
+    options = parse(argv, load_cases())
+    cases = load_cases(options.values)
     if options.command == "compare":
         require_golden_values([cases[options.case]])
         raise SystemExit(0 if report(cases[options.case], options.tensorboard) else 1)

@@ -73,6 +73,7 @@ def write(metrics: dict[str, Values], path: Path) -> None:
             "step_interval": 1,
             "values": {str(step): values[step] for step in steps},
         }
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=4, allow_nan=False))
 
 
