@@ -9,8 +9,9 @@ tests, the speed beside Transformer Engine's ring, what composes. Models, option
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from .megatron_runs import CHECKS, CP2, CURVES, ONE_GPU, SMALL, SPEED, SPEED_STEPS, VARIABLES
+from .megatron_runs import CHECKS, CP2, CURVES, ONE_GPU, SMALL, SPEED, SPEED_STEPS, START_DRAWN, VARIABLES
 from .megatron_single import CURVE, RECORDINGS, SPARSE_SMALL, Single, parse, run_groups
 from .run_pool import Run
 
@@ -28,7 +29,14 @@ def curves(pair: Single) -> Iterator[Run]:
     """50 steps, 32,768 tokens each; one run at a time, since collectives of several wait for each other's time slices."""
     for name, (kind, words) in CURVES.items():
         if kind == "curve":
-            yield pair.gated(name, f"{words} {CURVE}", variables(name))
+            run = pair.gated(name, f"{CURVE} {words}", variables(name))
+            yield replace(run, after="drawn" if START_DRAWN in words else None)
+
+
+def drawn(pair: Single) -> Iterator[Run]:
+    """The weights that one GPU draws, for curves with tensor parallelism."""
+    one = replace(pair, ranks=1)
+    yield Run("drawn", "small", one.start("drawn", f"{CURVE} {CURVES['drawn'][1]}"), variables("drawn"))
 
 
 def golden(pair: Single) -> Iterator[Run]:
@@ -60,7 +68,7 @@ def checks(pair: Single) -> Iterator[Run]:
     yield Run("packed_cp2", "small", packed, variables("packed_cp2"), timeout=75)
 
 
-GROUPS = {"curves": curves, "speed": speed, "golden": golden, "checks": checks, "repeated": repeated}
+GROUPS = {"drawn": drawn, "curves": curves, "speed": speed, "golden": golden, "checks": checks, "repeated": repeated}
 
 
 def main() -> None:

@@ -44,9 +44,14 @@ EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type allto
 SAVE = "--ckpt-format torch_dist --save-interval 5 --save"
 LOAD = "--ckpt-format torch_dist --no-load-rng --exit-on-missing-checkpoint --load"
 
-# Weights drawn on the host are the same at every tensor-parallel size; else each of its ranks draws its own.
-SAME_WEIGHTS = "--use-cpu-initialization"
+# Tensor-parallel ranks draw their own weights; to compare their curves with one GPU's, they load what one GPU has drawn.
+# (Both versions leave a model on the host that was made with --use-cpu-initialization, and then stop.)
+DRAWN = f"--lr 0 --min-lr 0 --exit-interval 1 --no-save-optim --no-save-rng {SAVE} OUT/drawn"
+START_DRAWN = (
+    f"{LOAD} OUT/drawn --finetune --no-load-optim --make-vocab-size-divisible-by 64"  # per rank: 384 as on one
+)
 CURVES = {
+    "drawn": ("single", f"{TE} --attention-backend auto {DRAWN}"),
     "dense": ("single", f"{TE} --attention-backend auto"),
     "dense_again": ("single", f"{TE} --attention-backend auto"),
     "dense_third": ("single", f"{TE} --attention-backend auto"),
@@ -54,10 +59,10 @@ CURVES = {
     "p1_again": ("single", f"{TE} {OURS} {P1}"),
     "p95": ("single", f"{TE} {OURS} {P95}"),
     "p1_cp2": ("curve", f"{TE} {OURS} {P1} {CP2}"),
-    "p1_tp2": ("curve", f"{TE} {OURS} {P1} {TP2}"),
+    "p1_tp2": ("curve", f"{TE} {OURS} {P1} {TP2} {START_DRAWN}"),
     "p95_cp2": ("curve", f"{TE} {OURS} {P95} {CP2}"),
-    "p95_tp2": ("curve", f"{TE} {OURS} {P95} {TP2}"),
-    "dense_tp2": ("curve", f"{TE} --attention-backend auto {TP2}"),
+    "p95_tp2": ("curve", f"{TE} {OURS} {P95} {TP2} {START_DRAWN}"),
+    "dense_tp2": ("curve", f"{TE} --attention-backend auto {TP2} {START_DRAWN}"),
     "dense_cp2": ("curve", f"{TE} --attention-backend auto {CP2}"),
 }
 """50 steps of real text: name -> kind, options. Several dense runs show how far two of them are apart."""
@@ -163,7 +168,7 @@ def curves(options: Options) -> Iterator[Run]:
     )
     for number, (name, (kind, words)) in enumerate(CURVES.items()):
         single = kind == "single"
-        command = options.training(name, f"{words} {MODEL} {SAME_WEIGHTS} {length}", 1 if single else 2)
+        command = options.training(name, f"{MODEL} {length} {words}", 1 if single else 2)
         yield Run(name, kind, command, variables(name, str(number % 2) if single else None))
 
 
