@@ -10,8 +10,8 @@ same layer once more), and the baseline keeps Transformer Engine's. `test_thd_co
 the same documents padded into a batch; here both layers have MTraining attention. Their tolerances are upstream's, for layers
 about as wide as upstream's.
 
-Wider layers have larger gradients, where bf16 alone exceeds these tolerances: there both are compared with attention
-calculated in fp32.
+Wider layers have larger gradients, where bf16 alone exceeds these tolerances in single elements: there both are compared
+with attention calculated in fp32.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def test_parallel_attention_correctness(
         return model
 
     monkeypatch.setattr(upstream, "GPTModel", build)
-    heads = {64: 4, 128: max(2, tp)}[head_dim]
-    groups = 1 if head_dim == 128 and tp == 1 else heads
+    heads = max(128 // head_dim, tp)
+    groups = 1 if tp == 1 else heads
     config = TransformerConfig(
         num_layers=1,
         hidden_size=heads * head_dim,
@@ -143,10 +143,11 @@ def test_thd_format(monkeypatch: pytest.MonkeyPatch, lengths: list[int], width: 
 
 
 @one_rank
-@pytest.mark.parametrize("shape", [(8, 2, 128), (16, 4, 64), (8, 8, 128)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 1, 128), (8, 2, 128), (16, 4, 64), (8, 8, 128)], ids=str)
 @pytest.mark.parametrize("seq_len", [256, 4096])
-def test_error_is_that_of_transformer_engine(shape: tuple[int, int, int], seq_len: int) -> None:
-    """Output and gradients of a layer: the error against attention in fp32 is at most a tenth above Transformer Engine's."""
+@pytest.mark.parametrize("variant", ["plain", "qk_layernorm"])
+def test_error_is_that_of_transformer_engine(shape: tuple[int, int, int], seq_len: int, variant: str) -> None:
+    """Output and gradients of a layer: the error against attention in fp32 is at most a tenth above Transformer Engine's (of 128 numbers: half)."""
     import torch
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_submodules
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -160,9 +161,11 @@ def test_error_is_that_of_transformer_engine(shape: tuple[int, int, int], seq_le
     heads, groups, head_dim = shape
     config = TransformerConfig(
         num_layers=1, hidden_size=heads * head_dim, num_attention_heads=heads, num_query_groups=groups, bf16=True,
-        params_dtype=torch.bfloat16, attention_dropout=0.0, hidden_dropout=0.0,
+        params_dtype=torch.bfloat16, attention_dropout=0.0, hidden_dropout=0.0, **VARIANTS[variant],
     )  # fmt: skip
-    engines = get_gpt_layer_with_transformer_engine_submodules().self_attention.submodules
+    engines = get_gpt_layer_with_transformer_engine_submodules(
+        qk_layernorm=config.qk_layernorm
+    ).self_attention.submodules
     cores = {"fp32": _attention_in_fp32(), "engine": engines.core_attention, "ours": exact()}
     hidden = torch.randn(seq_len, 2, config.hidden_size, device="cuda", dtype=torch.bfloat16)
     gradient = torch.randn_like(hidden)
@@ -182,7 +185,8 @@ def test_error_is_that_of_transformer_engine(shape: tuple[int, int, int], seq_le
             continue
         errors = [float((value.double() - exact_value.double()).norm()) for value in (ours, engine)]
         print(f"{tuple(exact_value.shape)}: error {errors[0]:.3e}, of Transformer Engine {errors[1]:.3e}")
-        assert errors[0] <= 1.1 * errors[1] + 1e-6 * float(exact_value.double().norm())
+        bound = 1.1 if exact_value.numel() > 1000 else 1.5  # of 128 rounding errors the norm is a matter of luck
+        assert errors[0] <= bound * errors[1] + 1e-6 * float(exact_value.double().norm())
     utilities.destroy_model_parallel()
 
 
