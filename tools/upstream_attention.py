@@ -147,7 +147,7 @@ def test_thd_format(monkeypatch: pytest.MonkeyPatch, lengths: list[int], width: 
 @pytest.mark.parametrize("seq_len", [256, 4096])
 @pytest.mark.parametrize("variant", ["plain", "qk_layernorm"])
 def test_error_is_that_of_transformer_engine(shape: tuple[int, int, int], seq_len: int, variant: str) -> None:
-    """Output and gradients: the error against attention in fp32 is at most a tenth above Transformer Engine's (of 128 numbers: half)."""
+    """Output and gradients: the error against fp32 is at most a tenth above Transformer Engine's (of 128 numbers: half)."""
     import torch
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_submodules
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
