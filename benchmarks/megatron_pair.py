@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from .megatron_runs import CHECKS, CP2, CURVES, ONE_GPU, SMALL, SPEED, SPEED_STEPS, START_DRAWN, VARIABLES
+from .megatron_runs import CHECKS, CP2, CURVES, DRAWN, ONE_GPU, SMALL, SPEED, SPEED_STEPS, START_DRAWN, VARIABLES
 from .megatron_single import CURVE, RECORDINGS, SPARSE_SMALL, Single, parse, run_groups
 from .run_pool import Run
 
@@ -36,7 +36,7 @@ def curves(pair: Single) -> Iterator[Run]:
 def drawn(pair: Single) -> Iterator[Run]:
     """The weights that one GPU draws, for curves with tensor parallelism."""
     one = replace(pair, ranks=1)
-    yield Run("drawn", "small", one.start("drawn", f"{CURVE} {CURVES['drawn'][1]}"), variables("drawn"))
+    yield Run("drawn", "small", one.start("drawn", f"{CURVE} {DRAWN}"), variables("drawn"))
 
 
 def golden(pair: Single) -> Iterator[Run]:

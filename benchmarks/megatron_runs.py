@@ -46,12 +46,13 @@ LOAD = "--ckpt-format torch_dist --no-load-rng --exit-on-missing-checkpoint --lo
 
 # Tensor-parallel ranks draw their own weights; to compare their curves with one GPU's, they load what one GPU has drawn.
 # (Both versions leave a model on the host that was made with --use-cpu-initialization, and then stop.)
-DRAWN = f"--lr 0 --min-lr 0 --exit-interval 1 --no-save-optim --no-save-rng {SAVE} OUT/drawn"
+DRAWN = (
+    f"{TE} --attention-backend auto --lr 0 --min-lr 0 --exit-interval 1 --no-save-optim --no-save-rng {SAVE} OUT/drawn"
+)
 START_DRAWN = (
     f"{LOAD} OUT/drawn --finetune --no-load-optim --make-vocab-size-divisible-by 64"  # per rank: 384 as on one
 )
 CURVES = {
-    "drawn": ("single", f"{TE} --attention-backend auto {DRAWN}"),
     "dense": ("single", f"{TE} --attention-backend auto"),
     "dense_again": ("single", f"{TE} --attention-backend auto"),
     "dense_third": ("single", f"{TE} --attention-backend auto"),
@@ -166,10 +167,13 @@ def curves(options: Options) -> Iterator[Run]:
     length = (
         "--seq-length 8192 --max-position-embeddings 8192 --global-batch-size 4 --train-iters 50 --lr-warmup-iters 5"
     )
+    drawn = options.training("drawn", f"{MODEL} {length} {DRAWN}", 1)
+    yield Run("drawn", "check", drawn, variables("drawn", "0"))
     for number, (name, (kind, words)) in enumerate(CURVES.items()):
         single = kind == "single"
         command = options.training(name, f"{MODEL} {length} {words}", 1 if single else 2)
-        yield Run(name, kind, command, variables(name, str(number % 2) if single else None))
+        after = "drawn" if START_DRAWN in words else None
+        yield Run(name, kind, command, variables(name, str(number % 2) if single else None), after=after)
 
 
 def golden(options: Options) -> Iterator[Run]:

@@ -212,7 +212,7 @@ def repeated(single: Single) -> Iterator[Run]:
 def curves(single: Single) -> Iterator[Run]:
     """50 steps, 32,768 tokens each."""
     for name, (kind, words) in CURVES.items():
-        if kind == "single" and name != "drawn":
+        if kind == "single":
             command = single.start(name, f"{CURVE} {words}")
             yield Run(name, kind, command, variables(name), timeout=240, after=f"{CASE}_{RECORDINGS[-1]}")
 
