@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from .megatron_runs import CHECKS, CP2, CURVES, DRAWN, ONE_GPU, SMALL, SPEED, SPEED_STEPS, START_DRAWN, VARIABLES
+from .megatron_runs import CHECKS, CP2, CURVES, DRAWN, ONE_GPU, OURS, SMALL, SPEED, SPEED_STEPS, START_DRAWN, VARIABLES
 from .megatron_single import CURVE, RECORDINGS, SPARSE_SMALL, Single, parse, run_groups
 from .run_pool import Run
 
@@ -26,11 +26,13 @@ def variables(name: str) -> dict[str, str]:
 
 
 def curves(pair: Single) -> Iterator[Run]:
-    """50 steps, 32,768 tokens each; one run at a time, since collectives of several wait for each other's time slices."""
+    """50 steps, 32,768 tokens each; few at a time, since collectives of many wait for each other's time slices."""
     for name, (kind, words) in CURVES.items():
         if kind == "curve":
-            run = pair.gated(name, f"{CURVE} {words}", variables(name))
-            yield replace(run, after="drawn" if START_DRAWN in words else None)
+            log = "--mtraining-log no-recall" if OURS in words else ""
+            command = pair.start(name, f"{CURVE} {words} {log}")
+            after = "drawn" if START_DRAWN in words else None
+            yield Run(name, kind, command, variables(name), timeout=240, after=after)
 
 
 def drawn(pair: Single) -> Iterator[Run]:

@@ -1,7 +1,7 @@
-"""One rank of the fault tests: ``python -m tests.core.fault_worker RANK WORLD STORE_FILE FAULT SECONDS``.
+"""One rank of the fault tests: ``python -m tests.core.fault_worker RANK WORLD STORE_FILE FAULT SECONDS BACKEND``.
 
-Rank 1 has the fault; the others say what they saw of it in their last line. With a GPU for each rank they use NCCL, whose
-watchdog ends the process itself.
+Rank 1 has the fault; the others say what they saw of it in their last line. On NCCL
+the watchdog of torch ends the process instead.
 """
 
 import datetime
@@ -59,15 +59,9 @@ def many_passes() -> None:
 
 
 def main() -> None:
-    rank, world, store, fault, seconds = (
-        int(sys.argv[1]),
-        int(sys.argv[2]),
-        sys.argv[3],
-        sys.argv[4],
-        float(sys.argv[5]),
-    )
+    store, fault, backend = sys.argv[3], sys.argv[4], sys.argv[6]
+    rank, world, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[5])
     torch.set_num_threads(1)
-    backend = "nccl" if torch.cuda.device_count() >= world else "gloo"
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(
