@@ -15,8 +15,8 @@ from typing import Any
 from . import megatron_runs, megatron_single
 from .megatron_runs import CURVES
 
-DENSE = ("dense", "dense_again", "dense_third")
-"""Runs of the same thing: their distances are the noise."""
+DENSE = ("dense", "dense_again", "dense_third", "dense_cp2", "dense_tp2")
+"""Runs of the same thing, on one GPU and two: their distances from each other are the noise."""
 PAIRS = (
     ("p1_again", "p1"),
     ("p1_cp2", "p1"),
@@ -43,7 +43,7 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float] |
 
 
 def from_dense(name: str, runs: dict[str, dict[str, Any]]) -> list[dict[str, float]]:
-    """How far a curve is from each of the dense runs on one GPU, other than itself."""
+    """How far a curve is from each of the dense runs, other than itself."""
     gaps = [difference(runs[name], runs[dense]) for dense in DENSE if dense in runs and dense != name]
     return [gap for gap in gaps if gap]
 
@@ -91,15 +91,18 @@ def report(runs: dict[str, dict[str, Any]]) -> str:
         [
             f"`{name}`",
             f"{gaps_of[0]['steps']:.0f}",
-            *(" / ".join(f"{gap[what]:.1e}" for gap in gaps_of) for what in ("largest", "mean")),
+            *(
+                " to ".join(f"{of(gap[what] for gap in gaps_of):.1e}" for of in (min, max))
+                for what in ("largest", "mean")
+            ),
         ]
         for name in CURVES
         if name in runs and (gaps_of := from_dense(name, runs))
     ]
     which = ", ".join(f"`{name}`" for name in DENSE if name in runs)
     parts += [
-        f"Distance from each of {which} (without itself); among these it is the noise:",
-        table(("curve", "steps", "largest", "mean"), away),
+        f"Distance from each of {which}; that of these from each other is the noise:",
+        table(("curve", "steps", "largest, from the nearest to the farthest", "mean, likewise"), away),
         "Difference of two curves:",
         table(("curves", "steps", "largest", "mean"), gaps),
     ]

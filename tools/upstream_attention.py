@@ -147,7 +147,7 @@ def test_thd_format(monkeypatch: pytest.MonkeyPatch, lengths: list[int], width: 
 @pytest.mark.parametrize("seq_len", [256, 4096])
 @pytest.mark.parametrize("variant", ["plain", "qk_layernorm"])
 def test_error_is_that_of_transformer_engine(shape: tuple[int, int, int], seq_len: int, variant: str) -> None:
-    """Output and gradients: the error against fp32 is at most a tenth above Transformer Engine's (of 128 numbers: half)."""
+    """Output and gradients: the error against fp32 is at most a tenth above Transformer Engine's (of vectors: half)."""
     import torch
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_submodules
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -185,7 +185,7 @@ def test_error_is_that_of_transformer_engine(shape: tuple[int, int, int], seq_le
             continue
         errors = [float((value.double() - exact_value.double()).norm()) for value in (ours, engine)]
         print(f"{tuple(exact_value.shape)}: error {errors[0]:.3e}, of Transformer Engine {errors[1]:.3e}")
-        bound = 1.1 if exact_value.numel() > 1000 else 1.5  # of 128 rounding errors the norm is a matter of luck
+        bound = 1.1 if exact_value.dim() > 1 else 1.5  # of a bias, the rounding of few large elements decides
         assert errors[0] <= bound * errors[1] + 1e-6 * float(exact_value.double().norm())
     utilities.destroy_model_parallel()
 
