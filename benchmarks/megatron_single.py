@@ -174,7 +174,8 @@ class Single:
         """One long sequence a step, with the GPUs to itself."""
         length = self.options.speed_length
         one = f"--seq-length {length} --max-position-embeddings {length} --global-batch-size 1"
-        metrics = f"--mtraining-metrics {self.options.out}/{name}.jsonl" if OURS in words else ""
+        logged = OURS in words and "--mtraining-log none" not in words
+        metrics = f"--mtraining-metrics {self.options.out}/{name}.jsonl" if logged else ""
         return self.gated(name, f"{words} {MODEL} {one} {metrics}", chosen)
 
     def socket(self, older: bool) -> str:
