@@ -13,13 +13,15 @@ import torch
 ROOT = Path(__file__).parents[2]
 LIMIT = 4.0
 SLACK = 20.0  # seconds a busy machine may add
-NCCL_SLACK = 30.0  # start-up of both ranks on GPUs; the rank that sleeps does so for 40 s
+NCCL_SLACK = (
+    100.0  # start-up of both ranks on GPUs, and the minute that torch gives its dump before it ends the process
+)
 needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 
 
 def start(tmp_path, fault, seconds, backend="gloo"):
-    """Two ranks. Without a dump of NCCL operations, for which torch's watchdog waits a minute before it ends the process."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+    """Two ranks."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     more = [str(tmp_path / "store"), fault, str(seconds), backend]
     return [
         subprocess.Popen(
@@ -33,7 +35,7 @@ def start(tmp_path, fault, seconds, backend="gloo"):
 def what_rank_0_says(ranks):
     """Its output, once it has ended; the other is ended then."""
     try:
-        output, _ = ranks[0].communicate(timeout=120)
+        output, _ = ranks[0].communicate(timeout=150)
     finally:
         for rank in ranks:
             rank.kill()
