@@ -9,9 +9,10 @@ tests, the speed beside Transformer Engine's ring, what composes. Models, option
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from .megatron_runs import CHECKS, CURVES, MODEL, ONE_GPU, SMALL, SPEED, VARIABLES
-from .megatron_single import CURVE, Single, parse, run_groups
+from .megatron_runs import CHECKS, CP2, CURVES, DRAWN, ONE_GPU, OURS, SMALL, SPEED, SPEED_STEPS, START_DRAWN, VARIABLES
+from .megatron_single import CURVE, RECORDINGS, SPARSE_SMALL, Single, parse, run_groups
 from .run_pool import Run
 
 CASES = ("gpt_153m_mtraining_cp2", "gpt_153m_mtraining_tp2_sp")
@@ -25,27 +26,38 @@ def variables(name: str) -> dict[str, str]:
 
 
 def curves(pair: Single) -> Iterator[Run]:
-    """50 steps, 32,768 tokens each."""
+    """50 steps, 32,768 tokens each; few at a time, since collectives of many wait for each other's time slices."""
     for name, (kind, words) in CURVES.items():
         if kind == "curve":
-            yield Run(name, "single", pair.start(name, f"{words} {MODEL} {CURVE}"), variables(name))
+            log = "--mtraining-log no-recall" if OURS in words else ""
+            command = pair.start(name, f"{CURVE} {words} {log}")
+            after = "drawn" if START_DRAWN in words else None
+            yield Run(name, kind, command, variables(name), timeout=240, after=after)
 
 
-def golden(pair: Single, step: str = "recorded") -> Iterator[Run]:
-    """The functional tests, which record their golden values."""
+def drawn(pair: Single) -> Iterator[Run]:
+    """The weights that one GPU draws, for curves with tensor parallelism."""
+    one = replace(pair, ranks=1)
+    yield Run("drawn", "small", one.start("drawn", f"{CURVE} {DRAWN}"), variables("drawn"))
+
+
+def golden(pair: Single) -> Iterator[Run]:
+    """The functional tests, each recorded twice side by side."""
     for case in CASES:
-        yield pair.functional_test(case, step)
+        for step in RECORDINGS:
+            yield pair.functional_test(case, step)
 
 
 def repeated(pair: Single) -> Iterator[Run]:
-    """The functional tests again, compared with the golden values."""
-    return golden(pair, "repeated")
+    """The functional tests, compared with the golden values."""
+    for case in CASES:
+        yield pair.functional_test(case, "repeated")
 
 
 def speed(pair: Single) -> Iterator[Run]:
-    """8 steps of one long sequence; each pair of processes has the GPUs to itself."""
+    """Steps of one long sequence; each pair of processes has the GPUs to itself."""
     for name, words in SPEED.items():
-        yield pair.gated(name, words, variables(name))
+        yield pair.long(name, f"{words} --train-iters {SPEED_STEPS} --lr-warmup-iters 5", variables(name))
 
 
 def checks(pair: Single) -> Iterator[Run]:
@@ -54,9 +66,11 @@ def checks(pair: Single) -> Iterator[Run]:
     for name in [*names, *sorted(REDONE_ON_ONE)]:
         command = pair.start(name, f"{SMALL} {CHECKS[name]}")
         yield Run(name, "small", command, variables(name), timeout=75)
+    packed = pair.start("packed_cp2", f"{SMALL} {SPARSE_SMALL} {CP2} --mock-data")
+    yield Run("packed_cp2", "small", packed, variables("packed_cp2"), timeout=75)
 
 
-GROUPS = {"curves": curves, "speed": speed, "golden": golden, "checks": checks, "repeated": repeated}
+GROUPS = {"drawn": drawn, "curves": curves, "speed": speed, "golden": golden, "checks": checks, "repeated": repeated}
 
 
 def main() -> None:

@@ -15,18 +15,16 @@ from typing import Any
 from . import megatron_runs, megatron_single
 from .megatron_runs import CURVES
 
+DENSE = ("dense", "dense_again", "dense_third", "dense_cp2", "dense_tp2")
+"""Runs of the same thing, on one GPU and two: their distances from each other are the noise."""
 PAIRS = (
-    ("dense_again", "dense"),
-    ("dense_cp2", "dense"),
-    ("p1", "dense"),
+    ("p1_again", "p1"),
     ("p1_cp2", "p1"),
-    ("p1_cp2", "dense"),
     ("p1_cp2", "dense_cp2"),
+    ("p1_tp2", "p1"),
     ("p1_tp2", "dense_tp2"),
     ("p95_cp2", "p95"),
-    ("p95", "dense"),
-    ("p1", "dense_again"),
-    ("p95", "dense_again"),
+    ("p95_tp2", "p95"),
 )
 
 
@@ -44,9 +42,15 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float] |
     return {"steps": len(gaps), "largest": max(gaps), "mean": statistics.fmean(gaps)}
 
 
+def from_dense(name: str, runs: dict[str, dict[str, Any]]) -> list[dict[str, float]]:
+    """How far a curve is from each of the dense runs, other than itself."""
+    gaps = [difference(runs[name], runs[dense]) for dense in DENSE if dense in runs and dense != name]
+    return [gap for gap in gaps if gap]
+
+
 def step_ms(run: dict[str, Any]) -> float | None:
-    """Median time of a step after the first three."""
-    times = run["ms"][3:]
+    """Median time of the second half of the steps: a run that begins dense is sparse by then."""
+    times = run["ms"][len(run["ms"]) // 2 :]
     return statistics.median(times) if times else None
 
 
@@ -83,7 +87,25 @@ def report(runs: dict[str, dict[str, Any]]) -> str:
         if name in runs
     ]
     parts += ["## Loss curves", table(("run", "", "steps", "loss of the first", "of the last"), rows)]
-    parts += ["Difference of two curves:", table(("curves", "steps", "largest", "mean"), gaps)]
+    away = [
+        [
+            f"`{name}`",
+            f"{gaps_of[0]['steps']:.0f}",
+            *(
+                " to ".join(f"{of(gap[what] for gap in gaps_of):.1e}" for of in (min, max))
+                for what in ("largest", "mean")
+            ),
+        ]
+        for name in CURVES
+        if name in runs and (gaps_of := from_dense(name, runs))
+    ]
+    which = ", ".join(f"`{name}`" for name in DENSE if name in runs)
+    parts += [
+        f"Distance from each of {which}; that of these from each other is the noise:",
+        table(("curve", "steps", "largest, from the nearest to the farthest", "mean, likewise"), away),
+        "Difference of two curves:",
+        table(("curves", "steps", "largest", "mean"), gaps),
+    ]
     timed = [
         [
             f"`{name}`",
@@ -149,31 +171,36 @@ def _steps(run: dict[str, Any]) -> str:
 
 
 def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
-    """Loss over steps, and its distance from the dense curve."""
+    """Loss over steps, and its distance from the first dense curve; that of the other dense runs is the noise."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    dense = max(("dense", "dense_again"), key=lambda name: len(runs[name]["loss"]) if name in runs else 0)
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.4), layout="constrained")
+    base = next(name for name in DENSE if name in runs)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
     for name in CURVES:
         if name not in runs or not runs[name]["loss"]:
             continue
-        run = runs[name]
-        style = {"dashes": (4, 2)} if name.startswith("dense") else {}
-        left.plot(run["steps"], run["loss"], label=name, linewidth=1.2, **style)
-        base = "dense_tp2" if name.endswith("tp2") else dense  # tensor-parallel ranks draw their own weights
-        if name != base and base in runs:
+        run, style = runs[name], style_of(name)
+        left.plot(run["steps"], run["loss"], label=name, **style)
+        if name != base:
             gap = [abs(a - b) for a, b in zip(run["loss"], runs[base]["loss"], strict=False)]
-            right.plot(run["steps"][: len(gap)], gap, label=name, linewidth=1.2, **style)
+            right.plot(run["steps"][: len(gap)], gap, label=name, **style)
     left.set(title="training loss", xlabel="step", ylabel="cross entropy per byte (nats)")
-    right.set(title="distance from the dense run", xlabel="step", ylabel="absolute difference", yscale="log")
+    right.set(title=f"distance from `{base}`", xlabel="step", ylabel="absolute difference", yscale="log")
     for axes in (left, right):
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, ncols=2)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
+
+
+def style_of(name: str) -> dict[str, Any]:
+    """The line of a curve: the colour says what attention, the dashes how many GPUs and how they split."""
+    kind = name.split("_", maxsplit=1)[0]
+    dashes = {"cp2": (5, 1.5), "tp2": (1, 1)}.get(name.rpartition("_")[2], (None, None))
+    return {"color": {"dense": "0.35", "p1": "tab:blue", "p95": "tab:red"}[kind], "dashes": dashes, "linewidth": 1.2}
 
 
 def main() -> None:

@@ -43,7 +43,11 @@ from .run_pool import Run, run_all
 
 ROOT = Path(__file__).parents[1]
 CASE = "gpt_153m_mtraining_1gpu"
-CURVE = "--seq-length 8192 --max-position-embeddings 8192 --global-batch-size 4 --train-iters 50 --lr-warmup-iters 5"
+RECORDINGS = ("recorded", "again")
+CURVE = (
+    f"{MODEL} --seq-length 8192 --max-position-embeddings 8192 --global-batch-size 4 --train-iters 50 "
+    "--lr-warmup-iters 5"
+)
 DENSE, SPARSE_SMALL = f"{TE} --attention-backend auto", f"{TE} {OURS} {P95}"
 LONGER = "--train-iters 12 --exit-interval"
 
@@ -109,7 +113,7 @@ CHECKS = {
 }
 """A few steps of a small model each, those that matter most first: name -> options."""
 
-OLDER = {"dense_saved", "sparse_from_dense", "dense_from_sparse", "evaluation_longer", "packed"}
+OLDER = {"dense_saved", "sparse_from_dense", "dense_from_sparse", "evaluation_longer"}
 AFTER = {
     "sparse_from_dense": "dense_saved",
     "dense_from_sparse": "sparse_from_dense",
@@ -140,28 +144,39 @@ class Single:
         older = is_older(name)
         checkout = self.options.older if older else self.options.megatron
         script = checkout / SCRIPTS.get(name, "pretrain_gpt.py")
-        if name == "packed":
+        if name.startswith("packed"):
             script = ROOT / "tests" / "megatron" / "pretrain_packed.py"
         client = (sys.executable, "-m", "benchmarks.preloaded", "run", self.socket(older), str(self.ranks))
         return (*client, str(script.resolve()), *self.options.arguments(name, words))
 
     def functional_test(self, case: str, step: str) -> Run:
-        """A functional test, which records its golden values or is compared with them."""
+        """A functional test.
+
+        Args:
+            case: its name.
+            step: `recorded` writes the golden values, `again` others beside the run's output, `repeated` compares.
+        """
         start = (sys.executable, "-m", "tests.functional_tests", "run", case, "--megatron", str(self.options.megatron))
-        flags = ("--record",) if step == "recorded" else ()
+        output = self.options.out / "golden" / step
+        flags = {"recorded": ("--record",), "again": ("--record", "--values", str(output)), "repeated": ()}[step]
         extra = ("--extra", self.options.extra) if self.options.extra else ()
-        output = ("--output", str(self.options.out / "golden" / step))
         after = f"{case}_recorded" if step == "repeated" else None
-        return Run(f"{case}_{step}", "single", (*start, *output, *flags, *extra), after=after)
+        command = (*start, "--output", str(output), *flags, *extra)
+        return Run(f"{case}_{step}", "single", command, timeout=200, after=after)
 
     def gated(self, name: str, words: str, chosen: dict[str, str]) -> Run:
-        """8 steps of one long sequence, with the GPUs to itself."""
-        length = self.options.speed_length
-        steps = f"--seq-length {length} --max-position-embeddings {length} --global-batch-size 1 --train-iters 8"
+        """A run that starts up beside others and then has the GPUs to itself."""
         gate = self.options.out / f"{name}.gate"
-        metrics = f"--mtraining-metrics {self.options.out}/{name}.jsonl" if OURS in words else ""
-        command = self.start(name, f"{words} {MODEL} {steps} --lr-warmup-iters 1 {metrics}")
-        return Run(name, "gated", command, chosen | {"BENCHMARK_GATE": str(gate)}, gate=gate)
+        command = self.start(name, words)
+        return Run(name, "gated", command, chosen | {"BENCHMARK_GATE": str(gate)}, timeout=400, gate=gate)
+
+    def long(self, name: str, words: str, chosen: dict[str, str]) -> Run:
+        """One long sequence a step, with the GPUs to itself."""
+        length = self.options.speed_length
+        one = f"--seq-length {length} --max-position-embeddings {length} --global-batch-size 1"
+        logged = OURS in words and "--mtraining-log none" not in words
+        metrics = f"--mtraining-metrics {self.options.out}/{name}.jsonl" if logged else ""
+        return self.gated(name, f"{words} {MODEL} {one} {metrics}", chosen)
 
     def socket(self, older: bool) -> str:
         """The address of the server that has loaded one of the checkouts."""
@@ -176,7 +191,7 @@ class Single:
 
 def is_older(name: str) -> bool:
     """Whether a run takes the checkout of the older release."""
-    return name in OLDER or name.startswith("older_")
+    return name in OLDER or name.startswith(("older_", "packed"))
 
 
 def variables(name: str) -> dict[str, str]:
@@ -184,40 +199,44 @@ def variables(name: str) -> dict[str, str]:
     return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **VARIABLES.get(name, {})}
 
 
-def golden(single: Single, step: str = "recorded") -> Iterator[Run]:
-    """The functional test, which records its golden values."""
-    yield single.functional_test(CASE, step)
+def golden(single: Single) -> Iterator[Run]:
+    """The functional test, recorded twice side by side."""
+    for step in RECORDINGS:
+        yield single.functional_test(CASE, step)
 
 
 def repeated(single: Single) -> Iterator[Run]:
-    """The functional test again, compared with the golden values."""
-    return golden(single, "repeated")
+    """The functional test, compared with the golden values."""
+    yield single.functional_test(CASE, "repeated")
 
 
 def curves(single: Single) -> Iterator[Run]:
     """50 steps, 32,768 tokens each."""
     for name, (kind, words) in CURVES.items():
         if kind == "single":
-            yield Run(name, kind, single.start(name, f"{words} {MODEL} {CURVE}"), variables(name))
+            command = single.start(name, f"{CURVE} {words}")
+            yield Run(name, kind, command, variables(name), timeout=240, after=f"{CASE}_{RECORDINGS[-1]}")
 
 
 def speed(single: Single) -> Iterator[Run]:
     """Each run of the group has the GPU to itself."""
     for name, words in SPEED.items():
-        yield single.gated(name, words, variables(name))
+        yield single.long(name, f"{words} --train-iters 8 --lr-warmup-iters 1", variables(name))
 
 
 def checks(single: Single) -> Iterator[Run]:
     """A few steps of each combination."""
     for name, words in CHECKS.items():
+        seconds = 75
         if name == "upstream_attention":
             tests = (str(ROOT / "tools" / "upstream_attention.py"), "--megatron", str(single.options.megatron))
             command: tuple[str, ...] = (sys.executable, *tests)
+            seconds = 170
         elif name in PLAIN:
             command = single.options.training(name, f"{SMALL} {words}", 1)
         else:
             command = single.start(name, f"{SMALL} {words}")
-        yield Run(name, "small", command, variables(name), timeout=75, after=AFTER.get(name))
+        yield Run(name, "small", command, variables(name), timeout=seconds, after=AFTER.get(name))
 
 
 GROUPS = {"golden": golden, "curves": curves, "speed": speed, "repeated": repeated, "checks": checks}

@@ -41,7 +41,7 @@ class Run:
         command: what to start.
         variables: of the environment, besides those of this process.
         timeout: seconds.
-        after: the run that must have ended before.
+        after: the run that must have ended before, if it is among those that are run.
         gate: of a gated run: the file for which it waits before it trains (`benchmarks.preloaded`).
     """
 
@@ -102,7 +102,8 @@ def run_all(
     Runs that an exception cuts short are stopped and told as well, with status 124.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    waiting, running, done = list(runs), list[_Started](), set[str]()
+    waiting, running = list(runs), list[_Started]()
+    unfinished = {run.name for run in runs}
     last_start = 0.0
     try:
         while waiting or running:
@@ -110,10 +111,10 @@ def run_all(
                 status = started.status()
                 if status is not None:
                     running.remove(started)
-                    done.add(started.run.name)
+                    unfinished.discard(started.run.name)
                     on_result(outcome(started.run, started.log, status, time.monotonic() - started.begin))
             _open_gate(running)
-            run = next((run for run in waiting if run.after is None or run.after in done), None)
+            run = next((run for run in waiting if run.after not in unfinished), None)
             if run is not None and (at_once or _may_start(run, running, time.monotonic() - last_start)):
                 waiting.remove(run)
                 last_start = time.monotonic()

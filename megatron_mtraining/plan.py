@@ -26,8 +26,8 @@ from .launches import chunks_per_launch
 from .simulator import H200_LINKS, H200_RATES, Choice, Cluster, Pattern, Predictor, Shape, make_profile
 from .simulator.memory import MODELS, Model, Parallel, Training, memory_plan, ring_plans
 
-COMMUNICATOR_MIB = 128.0
-"""Assumed: 4 MiB (NCCL's default buffer) for 16 channels to and from a neighbour. Not measured."""
+COMMUNICATOR_MIB = 384.0
+"""What a communicator took of each of two H200 on NVLink once ring passes had used it (`benchmarks.communicators`)."""
 
 
 class PlanError(Exception):
@@ -77,7 +77,10 @@ def own_parser() -> argparse.ArgumentParser:
     made.add_argument("--gpus", type=int, help="of the job (default: as few as the parallel sizes need)")
     made.add_argument("--gpus-per-node", type=int, default=8, help="(default: %(default)s)")
     made.add_argument(
-        "--communicator-mib", type=float, default=COMMUNICATOR_MIB, help="memory of one (default: %(default)s, assumed)"
+        "--communicator-mib",
+        type=float,
+        default=COMMUNICATOR_MIB,
+        help="memory of one (default: %(default)s, measured with two ranks on NVLink)",
     )
     made.add_argument("--json", action="store_true", help="print everything as JSON")
     return made

@@ -1,15 +1,17 @@
-"""Runs Megatron-LM's own tests of parallel attention with this package's core attention at top-p 1, on one GPU.
+"""Runs Megatron-LM's own tests of parallel attention with this package's core attention at top-p 1, on one GPU or more.
 
     python tools/upstream_attention.py --megatron DIR [options of pytest]
+    torchrun --nproc-per-node 2 tools/upstream_attention.py --megatron DIR [options of pytest]
 
 DIR is a checkout of Megatron-LM with its tests and Transformer Engine is installed. Upstream, `test_attention.py` compares a
 self-attention layer, output and gradients, under tensor or context parallelism with the same layer and checkpoint on one
-rank. Here the layer that is compared has MTraining attention instead, on one rank, and the baseline keeps Transformer
-Engine's. `test_thd_correctness.py` compares packed documents with the same documents padded into a batch; here both layers
-have MTraining attention. Their tolerances are upstream's, for layers about as wide as upstream's.
+rank. Here the layer that is compared has MTraining attention instead, under the splits that so many ranks allow (on one, the
+same layer once more), and the baseline keeps Transformer Engine's. `test_thd_correctness.py` compares packed documents with
+the same documents padded into a batch; here both layers have MTraining attention. Their tolerances are upstream's, for layers
+about as wide as upstream's.
 
-Wider layers have larger gradients, where bf16 alone exceeds these tolerances: there both are compared with attention
-calculated in fp32.
+Wider layers have larger gradients, where bf16 alone exceeds these tolerances in single elements: there both are compared
+with attention calculated in fp32.
 """
 
 from __future__ import annotations
@@ -19,13 +21,20 @@ import dataclasses
 import importlib
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-HEADS = {64: (4, None), 128: (2, 1)}
-"""head dimension -> heads, query groups"""
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))
+SPLITS = {
+    1: [(1, False, 1)],
+    2: [(2, False, 1), (2, True, 1), (1, False, 2)],
+    4: [(4, False, 1), (4, True, 1), (1, False, 4), (2, False, 2), (2, True, 2)],
+}
+"""ranks -> tensor-parallel size, sequence parallelism, context-parallel size; those of 4 are upstream's"""
+one_rank = pytest.mark.skipif(RANKS > 1, reason="for one rank")
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "fused_rope": {"apply_rope_fusion": True},
@@ -35,40 +44,52 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """name -> what of the configuration differs"""
 
 
+def every_line() -> Any:
+    """The config that keeps every line."""
+    from megatron_mtraining import MTrainingConfig
+
+    return MTrainingConfig(top_p=1.0, max_vertical=None)
+
+
 def exact() -> Any:
     """The core attention with every line kept."""
-    from megatron_mtraining import MTrainingConfig
     from megatron_mtraining.integration import core_attention_spec
 
-    return core_attention_spec(MTrainingConfig(top_p=1.0, max_vertical=None))
+    return core_attention_spec(every_line())
 
 
-@pytest.mark.parametrize("head_dim", list(HEADS))
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder for checkpoints, the same on all ranks."""
+    return tmp_path if RANKS == 1 else Path(tempfile.gettempdir()) / f"upstream-{os.environ['MASTER_PORT']}"
+
+
+@pytest.mark.parametrize(("tp", "sp", "cp"), SPLITS[RANKS])
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("packed", [False, True], ids=["sbhd", "thd"])
 @pytest.mark.parametrize("variant", list(VARIANTS))
 def test_parallel_attention_correctness(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, head_dim: int, packed: bool, variant: str
+    monkeypatch: pytest.MonkeyPatch, folder: Path, head_dim: int, packed: bool, variant: str, tp: int, sp: bool, cp: int
 ) -> None:
-    """The second model that upstream's test builds has our core attention."""
+    """The second model that upstream's test builds has our core attention; it holds the sequence in zigzag, as upstream."""
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer import TransformerConfig
 
-    from megatron_mtraining.integration import MTrainingCoreAttention, swap_core_attention
+    from megatron_mtraining.integration import MTrainingCoreAttention, set_up, tear_down
 
     upstream = importlib.import_module("tests.unit_tests.transformer.test_attention")
     cores: list[Any] = []
 
-    def build(*, transformer_layer_spec: Any, **given: Any) -> GPTModel:
-        swaps = 1
+    def build(**given: Any) -> GPTModel:
         if cores:
-            transformer_layer_spec, swaps = swap_core_attention(transformer_layer_spec, exact())
-        model = GPTModel(transformer_layer_spec=transformer_layer_spec, **given)
+            set_up(every_line(), given["config"], layout_mode="convert")
+        model = GPTModel(**given)
         cores.append(model.decoder.layers[0].self_attention.core_attention)
-        assert swaps == 1
         return model
 
     monkeypatch.setattr(upstream, "GPTModel", build)
-    heads, groups = HEADS[head_dim]
+    heads = max(128 // head_dim, tp)
+    groups = 1 if tp == 1 else heads
     config = TransformerConfig(
         num_layers=1,
         hidden_size=heads * head_dim,
@@ -81,12 +102,25 @@ def test_parallel_attention_correctness(
         **VARIANTS[variant],
     )
     spec = upstream.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    upstream._test_parallel_attention_correctness(
-        config, spec, tmp_path, atol=1e-2, rtol=1e-2, tp=1, cp=1, sequence_length=256, sequence_packing=packed
-    )
+    try:
+        upstream._test_parallel_attention_correctness(
+            config,
+            spec,
+            folder,
+            atol=1e-2,
+            rtol=1e-2,
+            tp=tp,
+            sp=sp,
+            cp=cp,
+            sequence_length=256,
+            sequence_packing=packed,
+        )
+    finally:
+        tear_down()
     assert [isinstance(core, MTrainingCoreAttention) for core in cores] == [False, True]
 
 
+@one_rank
 @pytest.mark.parametrize("lengths", [[2048, 512, 192], [4096], [64, 3584, 64, 128]], ids=str)
 @pytest.mark.parametrize("width", [(1024, 16, 4), (1024, 8, 8)], ids=str)
 def test_thd_format(monkeypatch: pytest.MonkeyPatch, lengths: list[int], width: tuple[int, int, int]) -> None:
@@ -108,10 +142,12 @@ def test_thd_format(monkeypatch: pytest.MonkeyPatch, lengths: list[int], width: 
     assert swaps == [1]
 
 
-@pytest.mark.parametrize("shape", [(8, 2, 128), (16, 4, 64), (8, 8, 128)], ids=str)
+@one_rank
+@pytest.mark.parametrize("shape", [(2, 1, 128), (8, 2, 128), (16, 4, 64), (8, 8, 128)], ids=str)
 @pytest.mark.parametrize("seq_len", [256, 4096])
-def test_error_is_that_of_transformer_engine(shape: tuple[int, int, int], seq_len: int) -> None:
-    """Output and gradients of a layer: the error against attention in fp32 is at most a tenth above Transformer Engine's."""
+@pytest.mark.parametrize("variant", ["plain", "qk_layernorm"])
+def test_error_is_that_of_transformer_engine(shape: tuple[int, int, int], seq_len: int, variant: str) -> None:
+    """Output and gradients: the error against fp32 is at most a tenth above Transformer Engine's (of vectors: half)."""
     import torch
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_submodules
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -125,9 +161,11 @@ def test_error_is_that_of_transformer_engine(shape: tuple[int, int, int], seq_le
     heads, groups, head_dim = shape
     config = TransformerConfig(
         num_layers=1, hidden_size=heads * head_dim, num_attention_heads=heads, num_query_groups=groups, bf16=True,
-        params_dtype=torch.bfloat16, attention_dropout=0.0, hidden_dropout=0.0,
+        params_dtype=torch.bfloat16, attention_dropout=0.0, hidden_dropout=0.0, **VARIANTS[variant],
     )  # fmt: skip
-    engines = get_gpt_layer_with_transformer_engine_submodules().self_attention.submodules
+    engines = get_gpt_layer_with_transformer_engine_submodules(
+        qk_layernorm=config.qk_layernorm
+    ).self_attention.submodules
     cores = {"fp32": _attention_in_fp32(), "engine": engines.core_attention, "ours": exact()}
     hidden = torch.randn(seq_len, 2, config.hidden_size, device="cuda", dtype=torch.bfloat16)
     gradient = torch.randn_like(hidden)
@@ -147,7 +185,8 @@ def test_error_is_that_of_transformer_engine(shape: tuple[int, int, int], seq_le
             continue
         errors = [float((value.double() - exact_value.double()).norm()) for value in (ours, engine)]
         print(f"{tuple(exact_value.shape)}: error {errors[0]:.3e}, of Transformer Engine {errors[1]:.3e}")
-        assert errors[0] <= 1.1 * errors[1] + 1e-6 * float(exact_value.double().norm())
+        bound = 1.1 if exact_value.dim() > 1 else 1.5  # of a bias, the rounding of few large elements decides
+        assert errors[0] <= bound * errors[1] + 1e-6 * float(exact_value.double().norm())
     utilities.destroy_model_parallel()
 
 
@@ -187,7 +226,9 @@ def main() -> None:
         "no:cacheprovider",
         "--import-mode=importlib",
     ]
-    raise SystemExit(pytest.main([here, *settings, "-v", "-rP", "--tb=short", *more]))
+    raise SystemExit(
+        pytest.main([here, *settings, "-v", "-rP", "--show-capture=stdout", "-p", "no:logging", "--tb=short", *more])
+    )
 
 
 if __name__ == "__main__":

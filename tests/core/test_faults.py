@@ -8,22 +8,40 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 4.0
 SLACK = 20.0  # seconds a busy machine may add
+NCCL_SLACK = (
+    100.0  # start-up of both ranks on GPUs, and the minute that torch gives its dump before it ends the process
+)
+needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 
 
-def start(tmp_path, fault, seconds):
+def start(tmp_path, fault, seconds, backend="gloo"):
     """Two ranks."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    more = [str(tmp_path / "store"), fault, str(seconds), backend]
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.core.fault_worker", str(rank), "2", str(tmp_path / "store"), fault, str(seconds)],
+            [sys.executable, "-m", "tests.core.fault_worker", str(rank), "2", *more],
             cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for rank in range(2)
     ]  # fmt: skip
+
+
+def what_rank_0_says(ranks):
+    """Its output, once it has ended; the other is ended then."""
+    try:
+        output, _ = ranks[0].communicate(timeout=150)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+            rank.stdout.close()
+    return output
 
 
 @pytest.mark.parametrize(
@@ -31,13 +49,7 @@ def start(tmp_path, fault, seconds):
 )
 def test_the_other_rank_stops_within_the_time_out(tmp_path, fault, message):
     ranks = start(tmp_path, fault, LIMIT)
-    try:
-        output, _ = ranks[0].communicate(timeout=120)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-            rank.stdout.close()
+    output = what_rank_0_says(ranks)
     assert ranks[0].returncode == 3, output
     seen = re.search(r"SEEN after ([\d.]+) s: (.*)", output)
     assert seen, output
@@ -45,10 +57,24 @@ def test_the_other_rank_stops_within_the_time_out(tmp_path, fault, message):
     assert re.search(message, seen[2])
 
 
+@pytest.mark.gpu
+@needs_gpus
+@pytest.mark.parametrize("fault", ["sleeps", "is_killed"])
+def test_on_nccl_the_other_rank_ends_within_the_time_out(tmp_path, fault):
+    began, ranks = time.monotonic(), start(tmp_path, fault, LIMIT, "nccl")
+    output = what_rank_0_says(ranks)
+    seconds = time.monotonic() - began
+    print(f"{seconds:.0f} s, status {ranks[0].returncode}: {output[:400]}")
+    assert ranks[0].returncode not in (0, 3), output
+    assert seconds < LIMIT + NCCL_SLACK
+    assert re.search(r"[Ww]atchdog caught collective operation timeout.*ran for [4-9]\d{3} milliseconds", output)
+
+
 @pytest.mark.full
-def test_two_thousand_ring_passes(tmp_path):
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=[pytest.mark.gpu, needs_gpus])])
+def test_two_thousand_ring_passes(tmp_path, backend):
     began = time.monotonic()
-    ranks = start(tmp_path, "none", 60)
+    ranks = start(tmp_path, "none", 60, backend)
     outputs = [rank.communicate(timeout=900)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
     assert all("SEEN 2000 passes" in output for output in outputs)

@@ -1,11 +1,12 @@
 """Runs the functional tests without Megatron's runner (which needs uv and yq): same files, same rules.
 
-    python -m tests.functional_tests run CASE ... --megatron DIR [--record] [--output DIR]
-    python -m tests.functional_tests compare CASE --tensorboard DIR
+    python -m tests.functional_tests run CASE ... --megatron DIR [--record] [--values DIR] [--output DIR]
+    python -m tests.functional_tests compare CASE --tensorboard DIR [--values DIR]
 
 ``run`` trains with an unmodified ``pretrain_gpt.py`` of the Megatron-LM checkout DIR and compares with the golden values;
 ``--record`` writes them instead. Where ``megatron-mtraining enable`` was run the script is started as it is, else through
-the launcher. ``compare`` looks at the TensorBoard files of a run that is there already.
+the launcher. ``compare`` looks at the TensorBoard files of a run that is there already. ``--values`` takes golden values from
+a folder of your own (other GPUs, other versions), or records into it.
 """
 
 from __future__ import annotations
@@ -74,9 +75,17 @@ def train(case: Case, megatron: Path, output: Path, extra: Sequence[str]) -> Non
 
 
 def report(case: Case, tensorboard: Path) -> bool:
-    """Compares a run with the golden values and prints a line per metric that fails; returns whether none does."""
-    actual = golden.read_tensorboard(tensorboard, case.steps)
-    failures = golden.compare(golden.read(case.golden_values), actual, case.metrics, case.approximate)
+    """Compares a run with the golden values and prints a line per metric that fails; returns whether none does.
+
+    Raises:
+        SystemExit: with one line, if either cannot be read.
+    """
+    try:
+        actual = golden.read_tensorboard(tensorboard, case.steps)
+        expected = golden.read(case.golden_values)
+    except (FileNotFoundError, golden.UnreadableError) as error:
+        raise SystemExit(str(error)) from error
+    failures = golden.compare(expected, actual, case.metrics, case.approximate)
     kind = "approximately" if case.approximate else "exactly"
     print(f"{case.name}: {'FAILED' if failures else 'passed'} ({', '.join(case.metrics)}, {kind})", flush=True)
     for line in failures:
@@ -85,11 +94,19 @@ def report(case: Case, tensorboard: Path) -> bool:
 
 
 def run(case: Case, options: argparse.Namespace) -> bool:
-    """Trains one case and compares it, or records its golden values."""
+    """Trains one case and compares it, or records its golden values.
+
+    Raises:
+        SystemExit: with one line, if training fails or has no value of a metric in some step.
+    """
     output = options.output / case.name
     train(case, options.megatron, output, options.extra.split())
     if options.record:
-        golden.write(golden.read_tensorboard(output / "tensorboard", case.steps), case.golden_values)
+        values = golden.read_tensorboard(output / "tensorboard", case.steps)
+        missing = golden.incomplete(values, case.metrics, case.steps)
+        if missing:
+            raise SystemExit(f"{case.name}: not recorded, {missing}; see {output / 'log.txt'}")
+        golden.write(values, case.golden_values)
         print(f"{case.name}: recorded {case.golden_values}", flush=True)
         return True
     return report(case, output / "tensorboard")
@@ -107,7 +124,7 @@ def parse(argv: Sequence[str] | None, cases: dict[str, Case]) -> argparse.Namesp
     parser = argparse.ArgumentParser(prog="python -m tests.functional_tests", description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     running = commands.add_parser("run", help="train and compare")
-    running.add_argument("cases", nargs="*", default=sorted(cases), choices=[*sorted(cases), []], metavar="case")
+    running.add_argument("cases", nargs="*", metavar="case", help=f"of {', '.join(sorted(cases))} (default: all)")
     running.add_argument("--megatron", type=Path, required=True, help="folder of a Megatron-LM checkout")
     running.add_argument("--output", type=Path, default=None, help="folder of the runs (default: a temporary one)")
     running.add_argument("--record", action="store_true", help="write the golden values instead of comparing")
@@ -115,7 +132,17 @@ def parse(argv: Sequence[str] | None, cases: dict[str, Case]) -> argparse.Namesp
     comparing = commands.add_parser("compare", help="compare a run that is there")
     comparing.add_argument("case", choices=sorted(cases))
     comparing.add_argument("--tensorboard", type=Path, required=True, help="folder of its TensorBoard files")
-    return parser.parse_args(argv)
+    for command in (running, comparing):
+        command.add_argument(
+            "--values", type=Path, default=None, help="folder of golden values (default: beside the cases)"
+        )
+    options = parser.parse_args(argv)
+    if options.command == "run":
+        unknown = [name for name in options.cases if name not in cases]
+        if unknown:
+            running.error(f"no case {', '.join(unknown)}; there are {', '.join(sorted(cases))}")
+        options.cases = options.cases or sorted(cases)
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -124,8 +151,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: with status 1 if a case fails, or with one line if there is nothing to compare it with.
     """
-    cases = load_cases()
-    options = parse(argv, cases)
+    options = parse(argv, load_cases())
+    cases = load_cases(options.values)
     if options.command == "compare":
         require_golden_values([cases[options.case]])
         raise SystemExit(0 if report(cases[options.case], options.tensorboard) else 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ class Case:
         gpus: processes to start.
         environment, platform: which golden values are meant.
         config: the content of ``model_config.yaml``.
+        values: a folder of golden values other than those beside the case.
     """
 
     name: str
@@ -33,11 +34,13 @@ class Case:
     environment: str
     platform: str
     config: dict[str, Any]
+    values: Path | None = None
 
     @property
     def golden_values(self) -> Path:
         """Where its golden values are, or go."""
-        return folder_of(self.model, self.name) / f"golden_values_{self.environment}_{self.platform}.json"
+        folder = folder_of(self.model, self.name) if self.values is None else self.values / self.name
+        return folder / f"golden_values_{self.environment}_{self.platform}.json"
 
     @property
     def steps(self) -> int:
@@ -89,8 +92,12 @@ def folder_of(model: str, name: str) -> Path:
     return HERE / "test_cases" / model / name
 
 
-def load_cases() -> dict[str, Case]:
-    """All cases of all recipes, by name."""
+def load_cases(golden_values: Path | None = None) -> dict[str, Case]:
+    """All cases of all recipes, by name.
+
+    Args:
+        golden_values: a folder of golden values, if not those beside the cases are meant.
+    """
     found = {}
     for recipe in sorted((HERE / "recipes").rglob("*.yaml")):
         spec = yaml.safe_load(recipe.read_text())
@@ -99,7 +106,7 @@ def load_cases() -> dict[str, Case]:
                 for values in itertools.product(*product.values()):
                     chosen = spec["spec"] | dict(zip(product, values, strict=True))
                     case = _case(entry["test_case"][0], chosen)
-                    found[case.name] = case
+                    found[case.name] = replace(case, values=golden_values)
     return found
 
 

@@ -39,6 +39,10 @@ RULES = {
 Values = dict[int, float]
 
 
+class UnreadableError(ValueError):
+    """A file that does not hold golden values."""
+
+
 def read_tensorboard(folder: Path, steps: int) -> dict[str, Values]:
     """The recorded metrics of the steps 1 ... ``steps`` from the first event file with scalars in ``folder``.
 
@@ -73,15 +77,34 @@ def write(metrics: dict[str, Values], path: Path) -> None:
             "step_interval": 1,
             "values": {str(step): values[step] for step in steps},
         }
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=4, allow_nan=False))
 
 
 def read(path: Path) -> dict[str, Values]:
-    """The metrics of a file of golden values."""
-    document = json.loads(path.read_text())
-    return {
-        name: {int(step): float(value) for step, value in metric["values"].items()} for name, metric in document.items()
-    }
+    """The metrics of a file of golden values.
+
+    Raises:
+        UnreadableError: if it is not one.
+    """
+    try:
+        document = json.loads(path.read_text())
+        return {
+            name: {int(step): float(value) for step, value in metric["values"].items()}
+            for name, metric in document.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UnreadableError(f"{path}: not a file of golden values ({type(error).__name__}: {error})") from error
+
+
+def incomplete(metrics: dict[str, Values], names: tuple[str, ...], steps: int) -> str | None:
+    """What is missing for golden values of ``names`` in the steps 1 ... ``steps``, in a phrase; None if nothing is."""
+    for name in names:
+        values = metrics.get(name, {})
+        lacking = [step for step in range(1, steps + 1) if not math.isfinite(values.get(step, math.nan))]
+        if lacking:
+            return f"{name} has no finite value in {len(lacking)} of {steps} steps, first step {lacking[0]}"
+    return None
 
 
 def compare(

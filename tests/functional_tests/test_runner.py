@@ -37,13 +37,30 @@ def test_a_case_uses_the_plugin_and_logs_what_is_compared(name):
     assert CASES[name].metrics == BOTH
 
 
-def test_golden_values_are_complete_where_they_are_recorded():
-    for case in CASES.values():
-        if not case.golden_values.exists():
-            continue
-        values = golden.read(case.golden_values)
-        assert set(BOTH) <= set(values)
-        assert sorted(values["lm loss"]) == list(range(1, case.steps + 1))
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_golden_values_are_there_and_complete(name):
+    case = CASES[name]
+    values = golden.read(case.golden_values)
+    assert golden.incomplete(values, case.metrics, case.steps) is None
+    assert values["lm loss"][50] < 0.05 * values["lm loss"][1]  # mock data are learned by heart
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize("wrong", [None, "lm loss", "num-zeros"])
+def test_compare_checks_a_run_against_the_golden_values(name, wrong, tmp_path, capsys):
+    pytest.importorskip("tensorboard")
+    from torch.utils.tensorboard import SummaryWriter
+
+    values = golden.read(CASES[name].golden_values)
+    with SummaryWriter(str(tmp_path)) as writer:
+        for metric in BOTH:
+            for step, value in values[metric].items():
+                writer.add_scalar(metric, value * (1 + 1e-4 * (metric == wrong and step == 33)), step)
+    with pytest.raises(SystemExit) as end:
+        runner.main(["compare", name, "--tensorboard", str(tmp_path)])
+    told = capsys.readouterr().out
+    assert end.value.code == int(wrong is not None)
+    assert (f"  {wrong}: 1 of 50 steps differ, first step 33" in told) == (wrong is not None)
 
 
 @pytest.mark.parametrize("command", [["compare", "NAME", "--tensorboard", "."], ["run", "NAME", "--megatron", "HERE"]])
@@ -52,6 +69,73 @@ def test_a_case_without_golden_values_ends_before_any_work(command, monkeypatch,
     monkeypatch.setattr(runner.Case, "golden_values", HERE / "no such file")
     with pytest.raises(SystemExit, match=f"no golden values of {sorted(CASES)[0]}: record them with run --record"):
         runner.main([word.replace("NAME", sorted(CASES)[0]).replace("HERE", str(tmp_path)) for word in command])
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"lm loss": {}}', '{"lm loss": {"values": {"1": "much"}}}'])
+def test_what_is_no_file_of_golden_values_is_one_line(tmp_path, content):
+    path = tmp_path / "golden.json"
+    path.write_text(content)
+    with pytest.raises(golden.UnreadableError, match="golden.json: not a file of golden values"):
+        golden.read(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "missing"),
+    [
+        ({}, None),
+        ({50: float("nan")}, "lm loss has no finite value in 1 of 50 steps, first step 50"),
+        (None, "lm loss has no finite value in 50 of 50 steps, first step 1"),
+    ],
+)
+def test_only_complete_runs_are_recorded(change, missing):
+    values = {"num-zeros": ZEROS} | ({} if change is None else {"lm loss": LOSS | change})
+    assert golden.incomplete(values, BOTH, 50) == missing
+
+
+@pytest.fixture
+def events(tmp_path):
+    """TensorBoard files of a run of 50 steps."""
+    pytest.importorskip("tensorboard")
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path / "events")) as writer:
+        for step, loss in LOSS.items():
+            writer.add_scalar("lm loss", loss, step)
+            writer.add_scalar("num-zeros", ZEROS[step], step)
+    return tmp_path / "events"
+
+
+@pytest.mark.parametrize(("change", "status"), [({}, 0), ({7: 9.9300}, 0), ({7: 9.9301}, 1)])
+def test_compare_with_values_of_ones_own(tmp_path, events, change, status, capsys):
+    name = "gpt_153m_mtraining_cp2"
+    path = load_cases(tmp_path)[name].golden_values
+    assert path == tmp_path / name / "golden_values_dev_dgx_h200.json"
+    golden.write({"lm loss": LOSS | change, "num-zeros": ZEROS}, path)
+    with pytest.raises(SystemExit) as end:
+        runner.main(["compare", name, "--tensorboard", str(events), "--values", str(tmp_path)])
+    assert end.value.code == status
+    assert f"{name}: {'FAILED' if status else 'passed'}" in capsys.readouterr().out
+
+
+def test_compare_without_a_run_is_one_line(tmp_path):
+    name = "gpt_153m_mtraining_cp2"
+    golden.write({"lm loss": LOSS, "num-zeros": ZEROS}, load_cases(tmp_path)[name].golden_values)
+    with pytest.raises(SystemExit, match="no TensorBoard file with scalars"):
+        runner.main(["compare", name, "--tensorboard", str(tmp_path / "none"), "--values", str(tmp_path)])
+
+
+@pytest.mark.parametrize("record", [[], ["--record"]])
+def test_run_takes_all_cases_if_none_is_named_and_refuses_others(record, monkeypatch, tmp_path, capsys):
+    (tmp_path / runner.SCRIPT).touch()
+    started = []
+    monkeypatch.setattr(runner, "require_golden_values", lambda cases: None)
+    monkeypatch.setattr(runner, "run", lambda case, options: started.append(case.name) or True)
+    with pytest.raises(SystemExit) as end:
+        runner.main(["run", "--megatron", str(tmp_path), *record])
+    assert (end.value.code, started) == (0, sorted(CASES))
+    with pytest.raises(SystemExit):
+        runner.main(["run", "nothing", "--megatron", str(tmp_path)])
+    assert f"no case nothing; there are {', '.join(sorted(CASES))}" in capsys.readouterr().err
 
 
 def test_equal_values_pass():

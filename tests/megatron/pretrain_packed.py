@@ -69,7 +69,7 @@ def get_batch(iterator, vp_stage):
     batch = {}
     if tp_rank == 0:
         sample = next(iterator)
-        batch = {key: sample.get(key) for key in KEYS}
+        batch = {key: sample[key].cuda() if key in sample else None for key in KEYS}
     batch = get_batch_on_this_tp_rank(
         batch, has_cu_seqlens=True, is_hybrid_cp=False, broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
         broadcast_group=mpu.get_tensor_model_parallel_group(), create_attention_mask_in_dataloader=False,

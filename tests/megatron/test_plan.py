@@ -113,7 +113,8 @@ def test_what_is_not_modelled_is_said(capsys):
     cli.main(["plan", *QWEN, *CP32])
     text = capsys.readouterr().out
     assert (
-        "communicators of a rank: 4 made (inner, outer, inner_grad, outer_grad; about 512 MiB), 1 of Megatron's" in text
+        "communicators of a rank: 4 made (inner, outer, inner_grad, outer_grad; about 1536 MiB), 1 of Megatron's"
+        in text
     )
     assert "hierarchical ring, inner size 8 (4 hosts with 8 ranks each)" in text
     assert "GiB of each of the ranks 0-31 (pipeline stage 0): weights 5.75" in text

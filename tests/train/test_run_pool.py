@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
 import subprocess
@@ -38,6 +39,15 @@ def test_gated_runs_work_alone_and_what_follows_waits(tmp_path):
         f"{name} {what}" for name in ("first", "timed", "again", "last") for what in ("begins", "ends")
     ]
     assert set(statuses.values()) == {0}
+
+
+def test_a_run_waits_for_another_only_if_that_is_run_too(tmp_path):
+    notes = tmp_path / "notes"
+    after = dataclasses.replace(script(notes, "second"), after="first")
+    for runs in ([after, script(notes, "first", seconds=0.6)], [after]):
+        run_pool.run_all(runs, tmp_path / "logs", lambda result: None)
+    lines = [f"{name} {what}" for name in ("first", "second", "second") for what in ("begins", "ends")]
+    assert notes.read_text().split("\n")[:-1] == lines
 
 
 @pytest.fixture
