@@ -287,14 +287,29 @@ struct Probe {
         if (lane == 0) sums.total[warp] = total;
     }
 
+    // With one tile each key block is visited once at most, and masses need no zeros to begin with.
+    __device__ __forceinline__ bool visits_once() const { return kPass == Pass::kMass && p.tiles == 1; }
+
+    // Zeros for the key blocks that the only tile does not meet.
+    __device__ __forceinline__ void clear_others() {
+        const int probe_block = __ldg(p.probe_blocks), document = __ldg(p.doc_start + probe_block);
+        const int h = threadIdx.x / kBlock, column = threadIdx.x % kBlock;
+        if (h == 1 && !place.second) return;
+        for (int j = place.first_block; j < place.end_block; ++j) {
+            const int block = __ldg(p.kv_table + j);
+            if (block >= document && block <= probe_block) continue;
+            column_mass[h * column_stride + (j - place.first_block) * kBlock + column] = 0;
+        }
+    }
+
     // Adds the sums of a visited key block to the results: thread t has column t % 64 of head t / 64. No other thread
     // block has these columns; slash lines are shared.
     __device__ __forceinline__ void store_masses(int buffer, int block, int line) {
         const int h = threadIdx.x / kBlock, column = threadIdx.x % kBlock;
         if (h == 1 && !place.second) return;
         const auto& sums = shared.sums[buffer];
-        column_mass[h * column_stride + (block - place.first_block) * kBlock + column] +=
-            sums.warp[2 * h][column] + sums.warp[2 * h + 1][column];
+        int64_t& mass = column_mass[h * column_stride + (block - place.first_block) * kBlock + column];
+        mass = (visits_once() ? 0 : mass) + sums.warp[2 * h][column] + sums.warp[2 * h + 1][column];
         if (column == 0) {
             const int64_t row = static_cast<int64_t>(place.batch) * p.heads + place.head(h);
             atomicAdd(reinterpret_cast<unsigned long long*>(p.slash_mass) + row * p.blocks + line,
@@ -329,6 +344,7 @@ struct Probe {
     }
     // All tiles and key blocks of the thread block.
     __device__ __forceinline__ void walk() {
+        if (visits_once()) clear_others();
         // Probe tiles that meet any of the key blocks: every warp looks at all of these.
         int first_tile = p.tiles, end_tile = 0;
         for (int j = place.first_block + lane; j < place.end_block; j += 32) {
