@@ -30,9 +30,7 @@ int64_t pairs_of(const ProbeParams& p) {
 }
 
 // State and histogram of one head.
-int64_t search_entries(const SelectParams& p) {
-    return p.documents * (kStateFields + selection::entries(p));
-}
+int64_t search_entries(const SelectParams& p) { return p.documents * (kStateFields + selection::entries(p)); }
 
 void clear(void* data, int64_t bytes, cudaStream_t stream) {
     if (bytes > 0) check_cuda(cudaMemsetAsync(data, 0, bytes, stream), "probe_columns: clearing");

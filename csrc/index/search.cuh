@@ -31,8 +31,9 @@ struct Group {
     }
 };
 
-// All rounds for `rows` rows from `first_row` of p.state and p.histogram on (both zero at first, the latter between rounds
-// too). The thread block has their lines first ... end - 1; masses_of(r) points at the mass of line 0 of the r-th row.
+// All rounds for `rows` rows from `first_row` of p.state and p.histogram on (both zero at first, the latter between
+// rounds too). The thread block has their lines first ... end - 1; masses_of(r) points at the mass of line 0 of the
+// r-th row.
 template <bool kShared, int kThreads, bool kMarked, typename MassesOf>
 __device__ __forceinline__ void search(const SelectParams& p, Group& group, SharedHistogram* shared,
                                        NarrowScratch<kThreads>& scratch, int64_t first_row, int rows, int first,

@@ -1,4 +1,5 @@
-// The selection operators: a round with its histogram, the kept lines as bits, and both for lines that one process holds.
+// The selection operators: a round with its histogram, the kept lines as bits, and both for lines that one process
+// holds.
 #include <type_traits>
 
 #include "index/search.cuh"

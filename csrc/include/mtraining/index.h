@@ -53,7 +53,8 @@ struct SelectParams {
 
 // A round: narrows old_state by `previous` into `state`, and adds the lines to `histogram`, which holds zeros.
 void select_round(const SelectParams& params, cudaStream_t stream);
-// After the last round (`round` is their number): narrows old_state by `previous` into `state`, and packs the kept lines.
+// After the last round (`round` is their number): narrows old_state by `previous` into `state`, and packs the kept
+// lines.
 void select_pack(const SelectParams& params, cudaStream_t stream);
 // All rounds and the packing, for lines that one process holds. `state` and `histogram` are scratch.
 void select_lines(const SelectParams& params, cudaStream_t stream);

@@ -56,7 +56,8 @@ struct DkdvConsumer {
         int held = kNone;
         int now = reader.next_tile(held);
         while (now != kNone) {
-            const uint32_t q = tile_address(shared.q[now]), dout = tile_address(shared.dout[now]);
+            const int stage = __shfl_sync(0xFFFFFFFF, now, 0);  // descriptors made of it are kept in uniform registers
+            const uint32_t q = tile_address(shared.q[stage]), dout = tile_address(shared.dout[stage]);
             float scores[32], dp[32];
             uint32_t operand_p[16], operand_ds[16];
             wgmma_fence();
@@ -68,17 +69,19 @@ struct DkdvConsumer {
             pin(scores);
             weigh(scores, now);
             pin(scores);
-            wgmma_wait<0>();
-            pin(dp);
             to_operand<T>(scores, operand_p);
+            pin(operand_p);
+            pin(dv);
+            wgmma_fence();
+            multiply_nn<T, kHeadDim>(dv, operand_p, dout);  // queued behind dP^T: the tensor cores have work meanwhile
+            wgmma_commit();
+            wgmma_wait<1>();
+            pin(dp);
             differentiate(scores, dp, now);
             to_operand<T>(scores, operand_ds);
-            pin(operand_p);
             pin(operand_ds);
-            pin(dv);
             pin(dk);
             wgmma_fence();
-            multiply_nn<T, kHeadDim>(dv, operand_p, dout);
             multiply_nn<T, kHeadDim>(dk, operand_ds, q);
             wgmma_commit();
             held = now;
@@ -182,14 +185,13 @@ struct DkdvConsumer {
 template <typename T, typename Plan>
 __global__ __launch_bounds__(Plan::kThreads, 1) void dkdv_kernel(const __grid_constant__ KeyParams params,
                                                                  const __grid_constant__ KeyMaps maps) {
-    auto& shared = dynamic_shared<KeyShared<Plan>>();
+    auto& shared = opaque_shared<KeyShared<Plan>>();
     if (threadIdx.x == 0) shared.init();
     __syncthreads();
     const int warp = __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x) / 32, 0);
     if (warp < 4) {
         registers_release<Plan::kProducerRegisters>();
-        if (warp == 0 && warp_leader())
-            KeyLoader<Plan>{params, maps, shared, TileDealer<KeyShared<Plan>>(shared)}.run();
+        if (warp == 0 && elect_lane()) KeyLoader<Plan>{params, maps, shared, TileDealer<KeyShared<Plan>>(shared)}.run();
         if (warp == 1) KeyScout<Plan>{params.shape, params.mask, shared}.run();
     } else {
         registers_acquire<Plan::kConsumerRegisters>();

@@ -67,6 +67,7 @@ struct DqConsumer {
         int now = reader.next_tile(held);
         if (now == kNone) return false;
         while (now != kNone) {
+            now = __shfl_sync(0xFFFFFFFF, now, 0);  // descriptors made of it are kept in uniform registers
             float scores[32], dp[32];
             uint32_t operand[16];
             wgmma_fence();
@@ -149,13 +150,13 @@ struct DqConsumer {
 template <typename T, typename Plan>
 __global__ __launch_bounds__(Plan::kThreads, 1) void dq_kernel(const __grid_constant__ DqParams params,
                                                                const __grid_constant__ RowMaps maps) {
-    auto& shared = dynamic_shared<RowShared<Plan>>();
+    auto& shared = opaque_shared<RowShared<Plan>>();
     if (threadIdx.x == 0) shared.init();
     __syncthreads();
     const int warp = __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x) / 32, 0);
     if (warp < 4) {
         registers_release<Plan::kProducerRegisters>();
-        if (warp == 0 && warp_leader())
+        if (warp == 0 && elect_lane())
             RowLoader<Plan>{params.shape, maps, shared, TileDealer<RowShared<Plan>>(shared)}.run();
         if (warp == 1) RowScout<Plan>{params.shape, params.mask, shared}.run();
     } else {
