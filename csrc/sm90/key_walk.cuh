@@ -22,8 +22,8 @@ struct KeyPlan {
     static constexpr bool kColumns = kCluster > 1;  // keys are compact columns
     static constexpr int kKeyBlocks = 2;
     static constexpr int kThreads = 128 * (kKeyBlocks + 1);
-    static constexpr int kConsumerRegisters = 232;
-    static constexpr int kProducerRegisters = 40;
+    static constexpr int kConsumerRegisters = 224;
+    static constexpr int kProducerRegisters = 56;
     static_assert(register_pool(kThreads) >= 128 * (kKeyBlocks * kConsumerRegisters + kProducerRegisters));
 
     static constexpr uint32_t kTileBytes = 64 * kHeadDim * 2;

@@ -39,14 +39,17 @@ struct DkdvConsumer {
         if (keys != kAllColumns) mask_rows(scores, thread, keys, 0.0f);
     }
 
-    // P^T to dS^T in place.
-    __device__ __forceinline__ void differentiate(float (&weights)[32], const float (&dp)[32], int stage) {
+    // dP^T to dS^T in place. (The other way round ptxas does not find the registers for all operands of a step.)
+    __device__ __forceinline__ void differentiate(const float (&weights)[32], float (&dp)[32], int stage) {
         const float* delta = shared.delta[stage] + 2 * (thread % 4);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             const float2 of_columns = *reinterpret_cast<const float2*>(delta + 8 * j);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) weights[4 * j + i] *= dp[4 * j + i] - (i % 2 ? of_columns.y : of_columns.x);
+            for (int i = 0; i < 4; ++i) {
+                const float difference = dp[4 * j + i] - (i % 2 ? of_columns.y : of_columns.x);
+                dp[4 * j + i] = weights[4 * j + i] * difference;
+            }
         }
     }
 
@@ -56,8 +59,8 @@ struct DkdvConsumer {
         int held = kNone;
         int now = reader.next_tile(held);
         while (now != kNone) {
-            const int stage = __shfl_sync(0xFFFFFFFF, now, 0);  // descriptors made of it are kept in uniform registers
-            const uint32_t q = tile_address(shared.q[stage]), dout = tile_address(shared.dout[stage]);
+            now = __shfl_sync(0xFFFFFFFF, now, 0);  // descriptors made of it are kept in uniform registers
+            const uint32_t q = tile_address(shared.q[now]), dout = tile_address(shared.dout[now]);
             float scores[32], dp[32];
             uint32_t operand_p[16], operand_ds[16];
             wgmma_fence();
@@ -69,19 +72,17 @@ struct DkdvConsumer {
             pin(scores);
             weigh(scores, now);
             pin(scores);
-            to_operand<T>(scores, operand_p);
-            pin(operand_p);
-            pin(dv);
-            wgmma_fence();
-            multiply_nn<T, kHeadDim>(dv, operand_p, dout);  // queued behind dP^T: the tensor cores have work meanwhile
-            wgmma_commit();
-            wgmma_wait<1>();
+            wgmma_wait<0>();
             pin(dp);
+            to_operand<T>(scores, operand_p);
             differentiate(scores, dp, now);
-            to_operand<T>(scores, operand_ds);
+            to_operand<T>(dp, operand_ds);
+            pin(operand_p);
             pin(operand_ds);
+            pin(dv);
             pin(dk);
             wgmma_fence();
+            multiply_nn<T, kHeadDim>(dv, operand_p, dout);
             multiply_nn<T, kHeadDim>(dk, operand_ds, q);
             wgmma_commit();
             held = now;
@@ -185,7 +186,7 @@ struct DkdvConsumer {
 template <typename T, typename Plan>
 __global__ __launch_bounds__(Plan::kThreads, 1) void dkdv_kernel(const __grid_constant__ KeyParams params,
                                                                  const __grid_constant__ KeyMaps maps) {
-    auto& shared = opaque_shared<KeyShared<Plan>>();
+    auto& shared = dynamic_shared<KeyShared<Plan>>();
     if (threadIdx.x == 0) shared.init();
     __syncthreads();
     const int warp = __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x) / 32, 0);

@@ -150,7 +150,7 @@ struct DqConsumer {
 template <typename T, typename Plan>
 __global__ __launch_bounds__(Plan::kThreads, 1) void dq_kernel(const __grid_constant__ DqParams params,
                                                                const __grid_constant__ RowMaps maps) {
-    auto& shared = opaque_shared<RowShared<Plan>>();
+    auto& shared = dynamic_shared<RowShared<Plan>>();
     if (threadIdx.x == 0) shared.init();
     __syncthreads();
     const int warp = __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x) / 32, 0);
