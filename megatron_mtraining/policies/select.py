@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 from collections.abc import Generator
+from fractions import Fraction
 
 import torch
 from torch import Tensor
