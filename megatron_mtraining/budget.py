@@ -55,9 +55,14 @@ class Selection:
 
     @property
     def arguments(self) -> tuple[int, int, int, int, int, int, bool]:
-        """The arguments of the operators ``select_lines`` and ``probe_columns`` after the number of documents."""
+        """The last arguments of the operators of the selection and of ``probe_columns``."""
         rounds = (self.digit_bits, self.mass_rounds, self.tie_rounds)
         return (*rounds, self.share.numerator, self.share.denominator, self.cap, self.all_lines)
+
+    @property
+    def histogram_sizes(self) -> tuple[int, int]:
+        """A histogram's last dimensions: masses and, with a cap, counts behind them; digits."""
+        return 2 if self.cap >= 0 else 1, 1 << self.digit_bits
 
     @property
     def rounds(self) -> int:

@@ -31,7 +31,15 @@ class AllGather:
     tensor: Tensor
 
 
-Collective = AllReduce | AllGather
+@dataclass(frozen=True)
+class Broadcast:
+    """The tensor of one rank (its number in the group), on all of them; the others' are overwritten."""
+
+    tensor: Tensor
+    source: int
+
+
+Collective = AllReduce | AllGather | Broadcast
 """A collective that a computation waits for: it yields this and is sent the result."""
 
 
@@ -52,6 +60,9 @@ def _perform(request: Collective, group: dist.ProcessGroup | None) -> Tensor:
     tensor = request.tensor.contiguous()
     if isinstance(request, AllReduce):
         dist.all_reduce(tensor, dist.ReduceOp.SUM if request.op == "sum" else dist.ReduceOp.MAX, group)
+        return tensor
+    if isinstance(request, Broadcast):
+        dist.broadcast(tensor, group=group, group_src=request.source)
         return tensor
     gathered = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
     dist.all_gather_into_tensor(gathered.flatten(0, 1), tensor, group)
@@ -95,6 +106,8 @@ def require_equal_shapes(tensors: dict[str, Tensor], group: dist.ProcessGroup) -
 def combine(requests: list[Collective]) -> list[Tensor]:
     """The results of one collective, given the requests of all ranks in rank order, in one process."""
     first = requests[0]
+    if isinstance(first, Broadcast):
+        return [requests[first.source].tensor] * len(requests)
     stacked = torch.stack([request.tensor for request in requests])
     if isinstance(first, AllGather):
         return [stacked] * len(requests)

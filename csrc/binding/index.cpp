@@ -92,76 +92,86 @@ std::tuple<Tensor, Tensor> mass(Tensor probe_q, Tensor k, Tensor probe_blocks, T
     return {columns, lines};
 }
 
-// The operands of the lines; `state` too, which is [batch, heads, documents, 8].
-SelectParams select_params(const Arguments& a, const Tensor& mass, const Tensor& segment, const Tensor& tie,
-                           const Tensor& state, bool all_lines) {
+// The operands of the lines.
+SelectParams select_params(const Arguments& a, const Tensor& mass, const Tensor& segment, const Tensor& tie) {
     SelectParams p;
     p.mass = a.contiguous<int64_t>(mass, "mass", ScalarType::Long, {kAny, kAny, kAny});
     p.rows = a.int32(mass.size(0) * mass.size(1), "batch * heads");
     p.lines = a.int32(mass.size(2), "lines");
     p.segment = a.contiguous<int32_t>(segment, "segment", ScalarType::Int, {mass.size(2)});
     p.tie = a.contiguous<int32_t>(tie, "tie", ScalarType::Int, {mass.size(2)});
-    p.state = a.contiguous<int64_t>(state, "state", ScalarType::Long, {mass.size(0), mass.size(1), kAny, 8});
-    p.documents = a.int32(state.size(2), "documents");
-    p.all_lines = all_lines;
     return p;
 }
 
-void set_round(const Arguments& a, SelectParams* p, int64_t round, int64_t digit_bits, int64_t mass_rounds,
-               int64_t tie_rounds) {
+// The budget, see megatron_mtraining/budget.py.
+void set_budget(const Arguments& a, SelectParams* p, int64_t digit_bits, int64_t mass_rounds, int64_t tie_rounds,
+                int64_t p_num, int64_t p_den, int64_t cap, bool all_lines) {
     check(digit_bits >= 1 && digit_bits <= 11, a.op(), ": digit_bits=", digit_bits, " must be in 1 ... 11");
-    check(mass_rounds >= 0 && mass_rounds * digit_bits < 64 + digit_bits, a.op(), ": mass_rounds=", mass_rounds,
-          " does not fit 64 bits");
+    check(mass_rounds > 0 && mass_rounds * digit_bits < 64 + digit_bits, a.op(), ": mass_rounds=", mass_rounds,
+          " must be positive and fit 64 bits");
     check(tie_rounds >= 0 && tie_rounds * digit_bits < 64 + digit_bits, a.op(), ": tie_rounds=", tie_rounds,
           " does not fit 64 bits");
-    check(round >= 0 && round < mass_rounds + tie_rounds, a.op(), ": round=", round, " must be below ",
-          mass_rounds + tie_rounds);
-    p->round = static_cast<int32_t>(round);
     p->digit_bits = static_cast<int32_t>(digit_bits);
     p->mass_rounds = static_cast<int32_t>(mass_rounds);
     p->tie_rounds = static_cast<int32_t>(tie_rounds);
+    p->share_numerator = p_num;
+    p->share_denominator = p_den;
+    p->cap = cap;
+    p->all_lines = all_lines;
 }
 
-Tensor histogram(Tensor mass, Tensor segment, Tensor tie, Tensor state, int64_t round, int64_t digit_bits,
-                 int64_t mass_rounds, int64_t tie_rounds, bool all_lines) {
-    const Arguments a("select_histogram", mass);
-    SelectParams p = select_params(a, mass, segment, tie, state, all_lines);
-    set_round(a, &p, round, digit_bits, mass_rounds, tie_rounds);
-    Tensor result = new_empty(mass, {mass.size(0), mass.size(1), state.size(2), 2, int64_t{1} << digit_bits});
-    p.histogram = data<int64_t>(result);
-    enqueue(a, select_histogram, p);
-    return result;
+// Sizes of a histogram: [batch, heads, documents, kinds, 2^digit_bits].
+struct HistogramSizes {
+    int64_t batch, heads, documents, kinds, digits;
+};
+
+HistogramSizes histogram_sizes(const Tensor& mass, int64_t documents, int64_t digit_bits, int64_t cap) {
+    return {mass.size(0), mass.size(1), documents, cap >= 0 ? 2 : 1, int64_t{1} << digit_bits};
 }
 
-void update(Tensor histogram, Tensor state, int64_t round, int64_t digit_bits, int64_t mass_rounds, int64_t tie_rounds,
-            int64_t p_num, int64_t p_den, int64_t cap) {
-    const Arguments a("select_update_", histogram);
-    SelectParams p;
-    set_round(a, &p, round, digit_bits, mass_rounds, tie_rounds);
-    p.state = a.contiguous<int64_t>(state, "state", ScalarType::Long, {kAny, kAny, kAny, 8});
+// The summed histogram of the round before `round`, and the state before that.
+void set_previous(const Arguments& a, SelectParams* p, const HistogramSizes& h, const Tensor& previous,
+                  const Tensor& state) {
+    p->previous = a.contiguous<int64_t>(previous, "previous", ScalarType::Long,
+                                        {h.batch, h.heads, h.documents, h.kinds, h.digits});
+    p->old_state = a.contiguous<int64_t>(state, "state", ScalarType::Long, {h.batch, h.heads, h.documents, 8});
+}
+
+Tensor round(Tensor mass, Tensor segment, Tensor tie, std::optional<Tensor> previous, std::optional<Tensor> state,
+             Tensor histogram, int64_t number, int64_t digit_bits, int64_t mass_rounds, int64_t tie_rounds,
+             int64_t p_num, int64_t p_den, int64_t cap, bool all_lines) {
+    const Arguments a("select_round_", mass);
+    SelectParams p = select_params(a, mass, segment, tie);
+    set_budget(a, &p, digit_bits, mass_rounds, tie_rounds, p_num, p_den, cap, all_lines);
+    check(number >= 0 && number < mass_rounds + tie_rounds, a.op(), ": round=", number, " must be below ",
+          mass_rounds + tie_rounds);
+    check(previous.has_value() == (number > 0) && state.has_value() == (number > 0), a.op(),
+          ": previous and state belong to every round but the first");
+    check(histogram.dim() == 5, a.op(), ": histogram must have 5 dimensions");
+    const HistogramSizes h = histogram_sizes(mass, histogram.size(2), digit_bits, cap);
     p.histogram = a.contiguous<int64_t>(histogram, "histogram", ScalarType::Long,
-                                        {state.size(0), state.size(1), state.size(2), 2, int64_t{1} << digit_bits});
-    p.rows = a.int32(state.size(0) * state.size(1), "batch * heads");
-    p.documents = a.int32(state.size(2), "documents");
-    p.share_numerator = p_num;
-    p.share_denominator = p_den;
-    p.cap = cap;
-    enqueue(a, select_update, p);
+                                        {h.batch, h.heads, h.documents, h.kinds, h.digits});
+    p.documents = a.int32(h.documents, "documents");
+    p.round = static_cast<int32_t>(number);
+    if (number > 0) set_previous(a, &p, h, *previous, *state);
+    Tensor narrowed = new_empty(mass, {h.batch, h.heads, h.documents, 8});
+    p.state = data<int64_t>(narrowed);
+    enqueue(a, select_round, p);
+    return narrowed;
 }
 
 Tensor lines(Tensor mass, Tensor segment, Tensor tie, int64_t documents, int64_t digit_bits, int64_t mass_rounds,
              int64_t tie_rounds, int64_t p_num, int64_t p_den, int64_t cap, bool all_lines) {
     const Arguments a("select_lines", mass);
     check(documents > 0, a.op(), ": documents=", documents, " must be positive");
-    check(mass_rounds > 0, a.op(), ": mass_rounds=", mass_rounds, " must be positive");
-    const Tensor state = new_empty(mass, {mass.size(0), mass.size(1), documents, 8});
-    const Tensor histogram = new_empty(mass, {mass.size(0), mass.size(1), documents, 2, int64_t{1} << digit_bits});
-    const Tensor words = new_empty(mass, {mass.size(0), mass.size(1), (mass.size(2) + 63) / 64});
-    SelectParams p = select_params(a, mass, segment, tie, state, all_lines);
-    set_round(a, &p, 0, digit_bits, mass_rounds, tie_rounds);
-    p.share_numerator = p_num;
-    p.share_denominator = p_den;
-    p.cap = cap;
+    SelectParams p = select_params(a, mass, segment, tie);
+    set_budget(a, &p, digit_bits, mass_rounds, tie_rounds, p_num, p_den, cap, all_lines);
+    const HistogramSizes h = histogram_sizes(mass, documents, digit_bits, cap);
+    const Tensor state = new_empty(mass, {h.batch, h.heads, h.documents, 8});
+    const Tensor histogram = new_empty(mass, {h.batch, h.heads, h.documents, h.kinds, h.digits});
+    const Tensor words = new_empty(mass, {h.batch, h.heads, (mass.size(2) + 63) / 64});
+    p.documents = a.int32(documents, "documents");
+    p.state = data<int64_t>(state);
     p.histogram = data<int64_t>(histogram);
     p.words = data<int64_t>(words);
     enqueue(a, select_lines, p);
@@ -175,7 +185,6 @@ std::tuple<Tensor, Tensor> columns(Tensor probe_q, Tensor k, Tensor probe_blocks
                                    int64_t p_den, int64_t cap, bool all_lines) {
     const Arguments a("probe_columns", probe_q);
     check(documents > 0, a.op(), ": documents=", documents, " must be positive");
-    check(mass_rounds > 0, a.op(), ": mass_rounds=", mass_rounds, " must be positive");
     ProbeColumnsParams all;
     ProbeParams& p = all.probe;
     SelectParams& s = all.select;
@@ -187,11 +196,7 @@ std::tuple<Tensor, Tensor> columns(Tensor probe_q, Tensor k, Tensor probe_blocks
     s.rows = a.int32(static_cast<int64_t>(p.batch) * p.heads, "batch * heads");
     s.lines = a.int32(k.size(1), "lines");
     s.documents = a.int32(documents, "documents");
-    s.all_lines = all_lines;
-    set_round(a, &s, 0, digit_bits, mass_rounds, tie_rounds);
-    s.share_numerator = p_num;
-    s.share_denominator = p_den;
-    s.cap = cap;
+    set_budget(a, &s, digit_bits, mass_rounds, tie_rounds, p_num, p_den, cap, all_lines);
     const DeviceGuard guard(a.device());
     check_device(a.op(), a.device());
     const ProbeColumnsPlan plan = plan_probe_columns(all);
@@ -204,10 +209,19 @@ std::tuple<Tensor, Tensor> columns(Tensor probe_q, Tensor k, Tensor probe_blocks
     return {words, lines};
 }
 
-Tensor pack(Tensor mass, Tensor segment, Tensor tie, Tensor state, bool all_lines) {
+Tensor pack(Tensor mass, Tensor segment, Tensor tie, Tensor previous, Tensor state, int64_t digit_bits,
+            int64_t mass_rounds, int64_t tie_rounds, int64_t p_num, int64_t p_den, int64_t cap, bool all_lines) {
     const Arguments a("select_pack", mass);
-    SelectParams p = select_params(a, mass, segment, tie, state, all_lines);
-    Tensor result = new_empty(mass, {mass.size(0), mass.size(1), (mass.size(2) + 63) / 64});
+    SelectParams p = select_params(a, mass, segment, tie);
+    set_budget(a, &p, digit_bits, mass_rounds, tie_rounds, p_num, p_den, cap, all_lines);
+    check(previous.dim() == 5, a.op(), ": previous must have 5 dimensions");
+    const HistogramSizes h = histogram_sizes(mass, previous.size(2), digit_bits, cap);
+    set_previous(a, &p, h, previous, state);
+    p.documents = a.int32(h.documents, "documents");
+    p.round = p.mass_rounds + p.tie_rounds;
+    Tensor narrowed = new_empty(mass, {h.batch, h.heads, h.documents, 8});
+    Tensor result = new_empty(mass, {h.batch, h.heads, (mass.size(2) + 63) / 64});
+    p.state = data<int64_t>(narrowed);
     p.words = data<int64_t>(result);
     enqueue(a, select_pack, p);
     return result;
@@ -284,8 +298,7 @@ STABLE_TORCH_LIBRARY_IMPL(megatron_mtraining, CUDA, m) {
     m.impl("probe_row_sum", TORCH_BOX(&row_sum));
     m.impl("probe_mass", TORCH_BOX(&mass));
     m.impl("probe_columns", TORCH_BOX(&columns));
-    m.impl("select_histogram", TORCH_BOX(&histogram));
-    m.impl("select_update_", TORCH_BOX(&update));
+    m.impl("select_round_", TORCH_BOX(&round));
     m.impl("select_pack", TORCH_BOX(&pack));
     m.impl("select_lines", TORCH_BOX(&lines));
     m.impl("list_columns", TORCH_BOX(&list));

@@ -54,7 +54,7 @@ void probe_row_sum(const ProbeParams& p, cudaStream_t stream) {
 void probe_mass(const ProbeParams& p, cudaStream_t stream) {
     const int64_t rows = static_cast<int64_t>(p.batch) * p.heads;
     const int64_t columns = rows * p.kv_blocks * kBlock, lines = rows * p.blocks;
-    if (columns > 0) {
+    if (columns > 0 && p.tiles != 1) {  // else each is written once
         check_cuda(cudaMemsetAsync(p.column_mass, 0, columns * sizeof(int64_t), stream), "probe_mass: clearing");
     }
     if (lines > 0) {

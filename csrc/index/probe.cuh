@@ -8,14 +8,14 @@
 
 #include "device/tile.cuh"
 #include "index/probe.h"
+#include "index/weights.cuh"
 #include "mtraining/check.h"
 
 namespace mtraining::probe {
 
 constexpr int kThreads = 128;
-constexpr int kHeads = 2;               // of a thread block
-constexpr int kM = 2;                   // 16-row tiles of a warp
-constexpr float kUnit = 4294967296.0f;  // 2^32
+constexpr int kHeads = 2;  // of a thread block
+constexpr int kM = 2;      // 16-row tiles of a warp
 
 template <int D, Pass kPass>
 struct Shared {
@@ -58,48 +58,6 @@ struct Place {
     // Query head `which` of the thread block; without a second one the first is computed twice and stored once.
     __device__ __forceinline__ int head(int which) const { return first_head + (second ? which : 0); }
 };
-
-// exp(s - maximum) * 2^32, not yet rounded; 0 for NaN and for rows without a maximum.
-__device__ __forceinline__ float raw_weight(float s, float maximum) {
-    return fmaxf(device::exp2_fast(__fmul_rn(__fsub_rn(s, maximum), device::kLog2e)) * kUnit, 0.0f);
-}
-
-// Sums rint(raw weight) exactly in two floats: multiples of 4096, and what is left of each, rounded. The remainder
-// alone has a fraction, so rounding it rounds the weight. The conversion to a double would cost the special-function
-// pipe, which the exponentials fill, one more operation each.
-struct WeightSum {
-    float high = 0, low = 0;  // of at most 16 weights: below 2^24 and 2^16 in their units
-
-    __device__ __forceinline__ void add(float weight) {
-        constexpr float kInteger = 12582912.0f;  // 1.5 * 2^23: adding and subtracting it rounds to an integer
-        const float multiple = __fsub_rn(__fmaf_rn(weight, 1.0f / 4096, kInteger), kInteger);
-        const float rest = __fmaf_rn(multiple, -4096.0f, weight);
-        high += multiple;
-        low += __fsub_rn(__fadd_rn(rest, kInteger), kInteger);
-    }
-    __device__ __forceinline__ double total() const {
-        return fma(static_cast<double>(high), 4096.0, static_cast<double>(low));
-    }
-};
-
-// rint(raw weight) as a double. Integers of floats are spread to the format of doubles by shifts, for the same reason;
-// zero becomes 2^-127, which every product below rounds to zero again.
-__device__ __forceinline__ double weight_as_double(float weight) {
-    constexpr float kInteger = 8388608.0f;  // 2^23: floats from here on are integers
-    const float rounded = __fsub_rn(__fadd_rn(weight, kInteger), kInteger);
-    const uint32_t bits = __float_as_uint(weight >= kInteger ? weight : rounded);
-    return __hiloint2double(static_cast<int>((bits >> 3) + 0x38000000u), static_cast<int>(bits << 29));
-}
-
-__device__ __forceinline__ void atomic_max(float* address, float value) {
-    // Orders of IEEE numbers as integers; the bits of -0 would order wrongly.
-    if (value == 0.0f) value = 0.0f;
-    if (value >= 0) {
-        atomicMax(reinterpret_cast<int*>(address), __float_as_int(value));
-    } else if (value < 0) {
-        atomicMin(reinterpret_cast<unsigned*>(address), __float_as_uint(value));
-    }
-}
 
 template <typename T, int D, Pass kPass>
 struct Probe {
@@ -287,14 +245,29 @@ struct Probe {
         if (lane == 0) sums.total[warp] = total;
     }
 
+    // With one tile each key block is visited once at most, and masses need no zeros to begin with.
+    __device__ __forceinline__ bool visits_once() const { return kPass == Pass::kMass && p.tiles == 1; }
+
+    // Zeros for the key blocks that the only tile does not meet.
+    __device__ __forceinline__ void clear_others() {
+        const int probe_block = __ldg(p.probe_blocks), document = __ldg(p.doc_start + probe_block);
+        const int h = threadIdx.x / kBlock, column = threadIdx.x % kBlock;
+        if (h == 1 && !place.second) return;
+        for (int j = place.first_block; j < place.end_block; ++j) {
+            const int block = __ldg(p.kv_table + j);
+            if (block >= document && block <= probe_block) continue;
+            column_mass[h * column_stride + (j - place.first_block) * kBlock + column] = 0;
+        }
+    }
+
     // Adds the sums of a visited key block to the results: thread t has column t % 64 of head t / 64. No other thread
     // block has these columns; slash lines are shared.
     __device__ __forceinline__ void store_masses(int buffer, int block, int line) {
         const int h = threadIdx.x / kBlock, column = threadIdx.x % kBlock;
         if (h == 1 && !place.second) return;
         const auto& sums = shared.sums[buffer];
-        column_mass[h * column_stride + (block - place.first_block) * kBlock + column] +=
-            sums.warp[2 * h][column] + sums.warp[2 * h + 1][column];
+        int64_t& mass = column_mass[h * column_stride + (block - place.first_block) * kBlock + column];
+        mass = (visits_once() ? 0 : mass) + sums.warp[2 * h][column] + sums.warp[2 * h + 1][column];
         if (column == 0) {
             const int64_t row = static_cast<int64_t>(place.batch) * p.heads + place.head(h);
             atomicAdd(reinterpret_cast<unsigned long long*>(p.slash_mass) + row * p.blocks + line,
@@ -329,6 +302,7 @@ struct Probe {
     }
     // All tiles and key blocks of the thread block.
     __device__ __forceinline__ void walk() {
+        if (visits_once()) clear_others();
         // Probe tiles that meet any of the key blocks: every warp looks at all of these.
         int first_tile = p.tiles, end_tile = 0;
         for (int j = place.first_block + lane; j < place.end_block; j += 32) {

@@ -4,6 +4,7 @@
 #include <cuda_fp16.h>
 
 #include "index/probe.h"
+#include "index/select.cuh"
 #include "mtraining/dispatch.h"
 
 namespace mtraining {
@@ -29,9 +30,7 @@ int64_t pairs_of(const ProbeParams& p) {
 }
 
 // State and histogram of one head.
-int64_t search_entries(const SelectParams& p) {
-    return static_cast<int64_t>(p.documents) * (kStateFields + (int64_t{2} << p.digit_bits));
-}
+int64_t search_entries(const SelectParams& p) { return p.documents * (kStateFields + selection::entries(p)); }
 
 void clear(void* data, int64_t bytes, cudaStream_t stream) {
     if (bytes > 0) check_cuda(cudaMemsetAsync(data, 0, bytes, stream), "probe_columns: clearing");
@@ -116,7 +115,6 @@ void probe_columns(const ProbeColumnsParams& all, const ProbeColumnsPlan& whole,
     const int64_t states = plan.pairs * kPair * static_cast<int64_t>(p.select.documents) * kStateFields;
     p.select.state = workspace;
     p.select.histogram = workspace + states;
-    p.select.clear_histogram = true;
     unsigned* flags = reinterpret_cast<unsigned*>(workspace + plan.pairs * kPair * search_entries(p.select));
     clear(p.probe.slash_mass, static_cast<int64_t>(p.probe.batch) * p.probe.heads * p.probe.blocks * 8, stream);
     for (int64_t first = 0; first < pairs; first += plan.pairs) {

@@ -31,8 +31,9 @@ struct Group {
     }
 };
 
-// All rounds for `rows` rows from `first_row` of p.state and p.histogram on (both zero at first). The thread block has
-// their lines first ... end - 1; masses_of(r) points at the mass of line 0 of the r-th row. p.clear_histogram is set.
+// All rounds for `rows` rows from `first_row` of p.state and p.histogram on (both zero at first, the latter between
+// rounds too). The thread block has their lines first ... end - 1; masses_of(r) points at the mass of line 0 of the
+// r-th row.
 template <bool kShared, int kThreads, bool kMarked, typename MassesOf>
 __device__ __forceinline__ void search(const SelectParams& p, Group& group, SharedHistogram* shared,
                                        NarrowScratch<kThreads>& scratch, int64_t first_row, int rows, int first,
@@ -53,8 +54,10 @@ __device__ __forceinline__ void search(const SelectParams& p, Group& group, Shar
         group.barrier();
         for (int item = group.member; item < rows * p.documents; item += group.members) {
             const int64_t entry = first_row * p.documents + item;
-            narrow_prefixes<kThreads>(p, round, p.state + entry * kStateFields,
-                                      p.histogram + (entry * 2 << p.digit_bits), scratch);
+            int64_t* histogram = p.histogram + entry * entries(p);
+            narrow_prefixes<kThreads>(p, round, p.state + entry * kStateFields, histogram, scratch);
+            __syncthreads();  // everyone has read it
+            for (int i = threadIdx.x; i < entries(p); i += kThreads) histogram[i] = 0;
             if (round == p.mass_rounds - 1 && p.cap >= 0 && threadIdx.x == 0 && scratch.held > p.cap) {
                 atomicOr(group.ties, 1u);
             }

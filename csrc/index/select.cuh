@@ -14,6 +14,14 @@ enum State { kShareMass, kShareAbove, kTotal, kCapMass, kCapTie, kCapAbove, kSta
 constexpr int kMostDigits = 2048;   // of a histogram
 constexpr int kLinesPerThread = 8;  // read at once
 
+// Kinds of sums by digit: masses, and with a cap counts behind them.
+__host__ __device__ __forceinline__ int kinds(const SelectParams& p) { return p.cap >= 0 ? 2 : 1; }
+
+// Entries of the histogram of one row and document.
+__host__ __device__ __forceinline__ int64_t entries(const SelectParams& p) {
+    return static_cast<int64_t>(kinds(p)) << p.digit_bits;
+}
+
 struct Digit {
     int32_t share = -1;  // digit under the top-p prefix, -1 if the line is not under it
     int32_t cap = -1;    // digit under the cap's prefix
@@ -28,7 +36,7 @@ __device__ __forceinline__ Digit digit_of(const SelectParams& p, int round, cons
         const int64_t high = mass >> (shift + p.digit_bits);
         const int32_t own = static_cast<int32_t>((mass >> shift) & (digits - 1));
         if (high == state[kShareMass] >> (shift + p.digit_bits)) digit.share = own;
-        if (high == state[kCapMass] >> (shift + p.digit_bits)) digit.cap = own;
+        if (p.cap >= 0 && high == state[kCapMass] >> (shift + p.digit_bits)) digit.cap = own;
     } else if (mass == state[kCapMass]) {
         const int shift = (p.mass_rounds + p.tie_rounds - 1 - round) * p.digit_bits;
         const int64_t order = __ldg(p.tie + line);
@@ -92,14 +100,14 @@ struct HistogramPart {
     const SelectParams& p;
     const int digits;
     SharedHistogram* local;  // kShared: cleared by begin()
-    Counter* global;         // [documents, 2, digits]
+    Counter* global;         // [documents, kinds, digits]
     Run share, cap;
 
     __device__ __forceinline__ HistogramPart(const SelectParams& params, SharedHistogram* shared, int64_t row)
         : p(params),
           digits(1 << params.digit_bits),
           local(shared),
-          global(reinterpret_cast<Counter*>(params.histogram) + (row * params.documents * 2 << params.digit_bits)) {}
+          global(reinterpret_cast<Counter*>(params.histogram) + row * params.documents * entries(params)) {}
 
     // All threads call it, once everyone is done with the shared memory.
     __device__ __forceinline__ void begin() {
@@ -143,7 +151,7 @@ struct HistogramPart {
             if (document[i] < 0 || !(mass[i] > 0 || p.all_lines)) continue;
             const int line = base + i * kThreads + static_cast<int>(threadIdx.x);
             const Digit digit = digit_of(p, round, states + document[i] * kStateFields, mass[i], line);
-            const int64_t bins = static_cast<int64_t>(document[i]) * 2 * digits;
+            const int64_t bins = document[i] * entries(p);
             if (digit.share >= 0 && mass[i] != 0) {
                 share.add(bins + digit.share, static_cast<Counter>(mass[i]),
                           [this](int64_t bin, Counter value) { add_mass(bin, value); });
@@ -153,22 +161,27 @@ struct HistogramPart {
             }
         }
     }
+    // All threads call it: the bins then hold the lines (kShared: those in shared memory).
+    __device__ __forceinline__ void add_runs() {
+        share.finish([this](int64_t bin, Counter value) { add_mass(bin, value); });
+        if (p.cap >= 0) cap.finish([this](int64_t bin, Counter value) { add_count(bin, value); });
+        share = cap = Run();
+        if constexpr (kShared) __syncthreads();
+    }
     // All threads call it; the row's histogram then holds the lines.
     __device__ __forceinline__ void finish() {
-        share.finish([this](int64_t bin, Counter value) { add_mass(bin, value); });
-        cap.finish([this](int64_t bin, Counter value) { add_count(bin, value); });
-        share = cap = Run();
+        add_runs();
         if constexpr (kShared) {
-            __syncthreads();
             for (int i = threadIdx.x; i < digits; i += kThreads) {
                 if (const Counter sum = local->mass(i)) atomicAdd(global + i, sum);
+                if (p.cap < 0) continue;
                 if (const uint32_t count = local->count[i]) atomicAdd(global + digits + i, Counter{count});
             }
         }
     }
 };
 
-// Suffix sums of a histogram row, from the highest digit down: each thread of the thread block holds `each` digits.
+// Sums by digit, from the highest digit down: each thread of the thread block holds `each` digits.
 template <int kThreads>
 struct Suffix {
     static constexpr int kPerThread = kMostDigits / kThreads;
@@ -178,10 +191,11 @@ struct Suffix {
     int64_t before = 0;  // sum of the digits above this thread's
     int64_t total = 0;
 
-    __device__ __forceinline__ Suffix(const int64_t* row, int digits)
+    template <typename Value>
+    __device__ __forceinline__ Suffix(const Value& value_of, int digits)
         : each((digits + kThreads - 1) / kThreads), top(digits - 1 - static_cast<int>(threadIdx.x) * each) {
 #pragma unroll
-        for (int i = 0; i < kPerThread; ++i) values[i] = holds(i) ? row[top - i] : 0;
+        for (int i = 0; i < kPerThread; ++i) values[i] = holds(i) ? value_of(top - i) : 0;
     }
     __device__ __forceinline__ bool holds(int i) const { return i < each && top >= i; }
 
@@ -248,16 +262,17 @@ struct NarrowScratch {
     int best;
 };
 
-// Narrows the prefixes of one (row, document) by a digit.
-template <int kThreads>
-__device__ __forceinline__ void narrow_prefixes(const SelectParams& p, int round, int64_t* state, int64_t* histogram,
-                                                NarrowScratch<kThreads>& scratch) {
+// Narrows the prefixes of one (row, document) by a digit; mass_of(digit) and count_of(digit) are the sums of the round.
+// All threads of the thread block call it, and see the state after it.
+template <int kThreads, typename MassOf, typename CountOf>
+__device__ __forceinline__ void narrow_prefixes(const SelectParams& p, int round, int64_t* state, const MassOf& mass_of,
+                                                const CountOf& count_of, NarrowScratch<kThreads>& scratch) {
     using Sums = Suffix<kThreads>;
     const int digits = 1 << p.digit_bits;
     const bool in_mass = round < p.mass_rounds;
     const int last = in_mass ? p.mass_rounds : p.mass_rounds + p.tie_rounds;
     const int shift = (last - 1 - round) * p.digit_bits;
-    Sums mass(histogram, in_mass ? digits : 0), count(histogram + digits, p.cap >= 0 ? digits : 0);
+    Sums mass(mass_of, in_mass ? digits : 0), count(count_of, p.cap >= 0 ? digits : 0);
     if (in_mass) {
         mass.scan(scratch.warps);
         if (round == 0 && threadIdx.x == 0) state[kTotal] = mass.total;
@@ -271,10 +286,16 @@ __device__ __forceinline__ void narrow_prefixes(const SelectParams& p, int round
         count.narrow(&scratch.best, state + (in_mass ? kCapMass : kCapTie), state + kCapAbove, &scratch.held, shift,
                      [&](int64_t held) { return held >= p.cap; });
     }
-    if (p.clear_histogram) {
-        __syncthreads();  // everyone has read it
-        for (int i = threadIdx.x; i < 2 * digits; i += kThreads) histogram[i] = 0;
-    }
+}
+
+// The same by a histogram in memory.
+template <int kThreads>
+__device__ __forceinline__ void narrow_prefixes(const SelectParams& p, int round, int64_t* state,
+                                                const int64_t* histogram, NarrowScratch<kThreads>& scratch) {
+    const int64_t* counts = histogram + (1 << p.digit_bits);
+    narrow_prefixes<kThreads>(
+        p, round, state, [=](int digit) { return histogram[digit]; }, [=](int digit) { return counts[digit]; },
+        scratch);
 }
 
 // Whether a line is kept; `states` are those of its row.

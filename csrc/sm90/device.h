@@ -29,6 +29,16 @@ __device__ __forceinline__ Shared& dynamic_shared() {
     return *reinterpret_cast<Shared*>(raw);
 }
 
+// The same, with an address that the compiler cannot look through: otherwise it makes it anew at every use, from a
+// special register (the number of the CTA in its cluster) that takes tens of cycles to read. All threads of a warp call
+// it.
+template <typename Shared>
+__device__ __forceinline__ Shared& opaque_shared() {
+    auto address = static_cast<uint32_t>(__cvta_generic_to_shared(&dynamic_shared<Shared>()));
+    asm volatile("" : "+r"(address));
+    return *reinterpret_cast<Shared*>(__cvta_shared_to_generic(__shfl_sync(0xFFFFFFFF, address, 0)));
+}
+
 // The items of one CTA of a persistent grid. Items are ordered by falling weight; dealing them out forwards and
 // backwards in turn gives those who got the heavier items of one round the lighter ones of the next.
 struct PersistentLoop {

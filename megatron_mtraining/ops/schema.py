@@ -12,9 +12,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..budget import STATE_FIELDS
+
 NAMESPACE = "megatron_mtraining"
 
 _PROBES = "Tensor probe_blocks, Tensor probe_rows, Tensor block_probes, Tensor doc_start, Tensor kv_blocks, float scale"
+
+_BUDGET = "int digit_bits, int mass_rounds, int tie_rounds, int p_num, int p_den, int cap, bool all_lines"
 
 SCHEMAS: dict[str, str] = {
     "attention_forward_": (
@@ -46,22 +50,14 @@ SCHEMAS: dict[str, str] = {
     "probe_mass": f"(Tensor probe_q, Tensor k, {_PROBES}, Tensor row_max, Tensor row_sum) -> (Tensor, Tensor)",
     "probe_columns": (
         f"(Tensor probe_q, Tensor k, {_PROBES}, Tensor row_max, Tensor row_sum, "
-        "Tensor segment, Tensor tie, int documents, int digit_bits, int mass_rounds, int tie_rounds, int p_num, "
-        "int p_den, int cap, bool all_lines) -> (Tensor, Tensor)"
+        f"Tensor segment, Tensor tie, int documents, {_BUDGET}) -> (Tensor, Tensor)"
     ),
-    "select_histogram": (
-        "(Tensor mass, Tensor segment, Tensor tie, Tensor state, int round, int digit_bits, int mass_rounds, "
-        "int tie_rounds, bool all_lines) -> Tensor"
+    "select_round_": (
+        "(Tensor mass, Tensor segment, Tensor tie, Tensor? previous, Tensor? state, Tensor(a!) histogram, int round, "
+        f"{_BUDGET}) -> Tensor"
     ),
-    "select_update_": (
-        "(Tensor histogram, Tensor(a!) state, int round, int digit_bits, int mass_rounds, int tie_rounds, int p_num, "
-        "int p_den, int cap) -> ()"
-    ),
-    "select_pack": "(Tensor mass, Tensor segment, Tensor tie, Tensor state, bool all_lines) -> Tensor",
-    "select_lines": (
-        "(Tensor mass, Tensor segment, Tensor tie, int documents, int digit_bits, int mass_rounds, int tie_rounds, "
-        "int p_num, int p_den, int cap, bool all_lines) -> Tensor"
-    ),
+    "select_pack": f"(Tensor mass, Tensor segment, Tensor tie, Tensor previous, Tensor state, {_BUDGET}) -> Tensor",
+    "select_lines": f"(Tensor mass, Tensor segment, Tensor tie, int documents, {_BUDGET}) -> Tensor",
 }
 
 
@@ -132,10 +128,16 @@ def _fake_probe_columns(
     )
 
 
-def _fake_select_histogram(
-    mass: Tensor, segment: Tensor, tie: Tensor, state: Tensor, round: int, digit_bits: int, *_: object
+def _fake_select_round(
+    mass: Tensor,
+    segment: Tensor,
+    tie: Tensor,
+    previous: Tensor | None,
+    state: Tensor | None,
+    histogram: Tensor,
+    *_: object,
 ) -> Tensor:
-    return state.new_empty((*state.shape[:3], 2, 1 << digit_bits))
+    return mass.new_empty((*histogram.shape[:3], STATE_FIELDS))
 
 
 def _fake_select_pack(mass: Tensor, *_: object) -> Tensor:
@@ -155,8 +157,7 @@ FAKES: dict[str, Callable[..., object]] = {
     "probe_row_sum": _fake_probe_row_sum,
     "probe_mass": _fake_probe_mass,
     "probe_columns": _fake_probe_columns,
-    "select_histogram": _fake_select_histogram,
-    "select_update_": _nothing,
+    "select_round_": _fake_select_round,
     "select_pack": _fake_select_pack,
     "select_lines": _fake_select_pack,
 }

@@ -6,7 +6,7 @@ docs/design.md, "Mass" and "Top-p".
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache, reduce
 from typing import Any
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from ..bitmap import pack_bits
 from ..budget import Selection
-from ..comm import AllGather, AllReduce, Collective
+from ..comm import AllGather, AllReduce, Broadcast, Collective
 from ..config import BLOCK, ROW_LIST_POLICIES, MTrainingConfig
 from ..documents import Documents, ProbeTables
 from ..index import VerticalSlashIndex, document_table
 from ..layout import Layout
 from .estimation import Estimation, Steps
-from .select import select_lines
+from .select import select_lines, select_over_ranks
 
 MINFERENCE_SINKS = 30
 """Tokens at the start that MInference's vertical lines always hold."""
@@ -64,6 +64,7 @@ class IndexTables:
         probes: the probe tiles.
         segments: the same by segment, the documents' ends first.
         owned: ``(tile, local block)`` of the probe tiles whose rows this rank holds.
+        source: the rank that holds the rows of the first tile.
         doc_start: int32 ``[n]``.
         kv_blocks: int32 ``[local_blocks]``, global block of each local block.
         slash_segment, slash_tie: int32 ``[n]`` of the slash lines, see :func:`_slash_tables`.
@@ -74,6 +75,7 @@ class IndexTables:
     probes: ProbeTables
     segments: tuple[ProbeSegment, ...]
     owned: tuple[tuple[int, int], ...]
+    source: int
     doc_start: Tensor
     kv_blocks: Tensor
     slash_segment: Tensor
@@ -143,6 +145,7 @@ def index_tables(
         probes=probes.to(device),
         segments=tuple(segment.to(device) for segment in _probe_segments(probes, blocks, column_segment)),
         owned=owned,
+        source=int(layout.inverse("cpu")[probes.blocks[0].long()]) // layout.local_blocks,
         doc_start=document_table(documents, "doc_start", device),
         kv_blocks=blocks.to(device),
         slash_segment=slash_segment.to(device),
@@ -227,12 +230,13 @@ def gather_probe_rows(call: Estimation, tables: IndexTables) -> Steps:
     """The probe rows ``[batch, tiles, 64, heads, head_dim]``, on every rank."""
     batch, _, heads, dim = call.q.shape
     tiles = tables.probes.blocks.numel()
-    if call.layout.cp_size == 1 and tiles == 1:
-        ((_, block),) = tables.owned
-        return call.q[:, None, block * BLOCK : (block + 1) * BLOCK]
+    blocks = {tile: call.q[:, block * BLOCK : (block + 1) * BLOCK] for tile, block in tables.owned}
+    if tiles == 1:  # of one rank
+        probe_q = blocks[0][:, None] if blocks else call.q.new_empty((batch, 1, BLOCK, heads, dim))
+        return probe_q if call.layout.cp_size == 1 else (yield Broadcast(probe_q, tables.source))
     probe_q = call.q.new_zeros((batch, tiles, BLOCK, heads, dim))
-    for tile, block in tables.owned:
-        probe_q[:, tile] = call.q[:, block * BLOCK : (block + 1) * BLOCK]
+    for tile, rows in blocks.items():
+        probe_q[:, tile] = rows
     if call.layout.cp_size > 1:
         # Each row is non-zero on one rank only, so the sum is exact in any type.
         probe_q = yield AllReduce(probe_q)
@@ -251,6 +255,13 @@ def probe_softmax(call: Estimation, tables: IndexTables) -> Generator[Collective
 
 def probe_masses(call: Estimation, tables: IndexTables) -> Generator[Collective, Tensor, ProbeMass]:
     """Attention of the probe rows over all keys, summed by line."""
+    mass = yield from _local_masses(call, tables)
+    whole = yield AllReduce(mass.slash)
+    return replace(mass, slash=whole)
+
+
+def _local_masses(call: Estimation, tables: IndexTables) -> Generator[Collective, Tensor, ProbeMass]:
+    """The same over the keys of this rank: the masses of the slash lines are parts of sums."""
     probes = yield from probe_softmax(call, tables)
     columns, slashes = [], []
     for segment in tables.segments:
@@ -259,8 +270,7 @@ def probe_masses(call: Estimation, tables: IndexTables) -> Generator[Collective,
             vertical.masked_fill_(segment.candidates < 0, 0)
         columns.append(vertical)
         slashes.append(slash)
-    whole = yield AllReduce(_side_by_side(slashes))
-    return ProbeMass(whole, _side_by_side(columns), probes.rows)
+    return ProbeMass(_side_by_side(slashes), _side_by_side(columns), probes.rows)
 
 
 def _side_by_side(parts: list[Tensor]) -> Tensor:
@@ -292,12 +302,12 @@ def _kept_columns(
         ]
         words, slashes = ([pair[place] for pair in found] for place in (0, 1))
         return _union(_side_by_side(words), segments, budget), _side_by_side(slashes)
-    mass = yield from probe_masses(call, tables)
-    local_words = yield from select_lines(
-        mass.columns, tables.column_segment, tables.column_tie, budget, count, ops, shared=False
+    mass = yield from _local_masses(call, tables)
+    local_words, (slash,) = yield from select_over_ranks(
+        mass.columns, tables.column_segment, tables.column_tie, budget, count, ops, along=(mass.slash,)
     )
     gathered = yield AllGather(_union(local_words, segments, budget))
-    return in_sequence(gathered.permute(1, 2, 0, 3), call.layout), mass.slash
+    return in_sequence(gathered, call.layout), slash
 
 
 def line_steps(call: Estimation) -> Generator[Collective, Tensor, VerticalSlashIndex]:
@@ -318,6 +328,14 @@ def line_steps(call: Estimation) -> Generator[Collective, Tensor, VerticalSlashI
 
 
 def in_sequence(gathered: Tensor, layout: Layout) -> Tensor:
-    """``[..., ranks, local_blocks]`` -> ``[..., n]`` in the order of the sequence."""
-    flat = gathered.flatten(-2)
-    return flat if layout.cp_size == 1 else flat[..., layout.inverse(gathered.device).long()]
+    """``[ranks, batch, heads, local_blocks]`` of all ranks as ``[batch, heads, n]`` in the order of the sequence."""
+    _, batch, heads, _ = gathered.shape
+    return torch.take(gathered, _places(layout, batch, heads, gathered.device))
+
+
+@lru_cache(maxsize=32)
+def _places(layout: Layout, batch: int, heads: int, device: torch.device) -> Tensor:
+    """int64 ``[batch, heads, n]``: where the words of every block lie in what :func:`in_sequence` is given."""
+    inverse, local = layout.inverse("cpu").long(), layout.local_blocks
+    row = torch.arange(batch * heads).view(batch, heads, 1)
+    return ((inverse // local * (batch * heads) + row) * local + inverse % local).to(device)

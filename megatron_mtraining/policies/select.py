@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from fractions import Fraction
 
 import torch
 from torch import Tensor
 
-from ..budget import STATE_FIELDS, Selection
-from ..comm import AllReduce
+from ..budget import Selection
+from ..comm import AllReduce, Collective
 from ..ops import Operators
 from .estimation import Steps
 
@@ -32,15 +33,49 @@ def select_lines(
     """
     if shared:  # nothing to exchange between the rounds
         return ops.select_lines(mass, segment, tie, documents, *selection.arguments)
-    rounds = (selection.digit_bits, selection.mass_rounds, selection.tie_rounds)
-    budget = (selection.share.numerator, selection.share.denominator, selection.cap)
-    state = mass.new_zeros((*mass.shape[:2], documents, STATE_FIELDS))
-    for number in range(selection.rounds):
-        histogram = yield AllReduce(
-            ops.select_histogram(mass, segment, tie, state, number, *rounds, selection.all_lines)
-        )
-        ops.select_update_(histogram, state, number, *rounds, *budget)
-    return ops.select_pack(mass, segment, tie, state, selection.all_lines)
+    words, _ = yield from select_over_ranks(mass, segment, tie, selection, documents, ops)
+    return words
+
+
+def select_over_ranks(
+    mass: Tensor,
+    segment: Tensor,
+    tie: Tensor,
+    selection: Selection,
+    documents: int,
+    ops: Operators,
+    along: tuple[Tensor, ...] = (),
+) -> Generator[Collective, Tensor, tuple[Tensor, list[Tensor]]]:
+    """:func:`select_lines` where each rank has its own lines.
+
+    Args:
+        along: int64 tensors to be summed over the ranks on the way: they travel with the first histogram.
+
+    Returns:
+        The words of the kept lines of this rank, and the sums.
+    """
+    if selection.rounds == 0:
+        sums = []
+        for x in along:
+            sums.append((yield AllReduce(x)))
+        return ops.select_lines(mass, segment, tie, documents, *selection.arguments), sums
+    sizes = (*mass.shape[:2], documents, *selection.histogram_sizes)
+    previous = state = None
+    for number, histogram in enumerate(mass.new_zeros((selection.rounds, *sizes)).unbind(0)):
+        state = ops.select_round_(mass, segment, tie, previous, state, histogram, number, *selection.arguments)
+        if number == 0:
+            previous, *sums = yield from _sums([histogram, *along])
+        else:
+            previous = yield AllReduce(histogram)
+    return ops.select_pack(mass, segment, tie, previous, state, *selection.arguments), sums
+
+
+def _sums(tensors: list[Tensor]) -> Generator[Collective, Tensor, list[Tensor]]:
+    """The sums of some tensors of one type over the ranks, by one collective."""
+    if len(tensors) == 1:
+        return [(yield AllReduce(tensors[0]))]
+    flat = yield AllReduce(torch.cat([x.flatten() for x in tensors]))
+    return [part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in tensors]), tensors, strict=True)]
 
 
 def row_top_p(mass: Tensor, forced: Tensor, share: Fraction) -> Tensor:

@@ -82,8 +82,8 @@ class Shape:
 
 
 H200_RATES = Rates(forward=597e12, backward=393.5e12, forward_launch=0.122e-3, backward_launch=0.179e-3, index=1.08e-3)
-"""Fitted by :func:`fit_rates` to ``benchmarks/results/ops-2026-11-30-nvidia-h200.json`` (sm90 kernels, head dimension 128;
-within 16% forward, 10% backward, the worst at densities of 10% and 2%); index: one rank with 128K tokens."""
+"""Fitted by :func:`fit_rates` to ``benchmarks/results/ops-2026-11-30-nvidia-h200-second.json`` (sm90 kernels, head dimension
+128; within 16% forward, 10% backward, the worst at densities of 10% and 2%); index: one rank with 128K tokens."""
 
 H200_LINKS = Links(Link(0.05e-3, 225e9), Link(0.05e-3, 40e9))
 """Inside a node: batched send and receive of 64 MiB over NVLink between two H200, 225 GB/s measured. Between nodes:

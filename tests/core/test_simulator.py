@@ -177,7 +177,7 @@ def test_a_slow_rank_is_waited_for() -> None:
 
 
 def test_rates_are_those_of_the_result_file() -> None:
-    rows = json.loads((RESULTS / "ops-2026-11-30-nvidia-h200.json").read_text())["rows"]
+    rows = json.loads((RESULTS / "ops-2026-11-30-nvidia-h200-second.json").read_text())["rows"]
     for passed in ("forward", "backward"):
         rate, launch = fit_rates(rows, "mtraining-sm90", passed)
         assert getattr(H200_RATES, passed) == pytest.approx(rate, rel=0.01)

@@ -157,19 +157,23 @@ def test_selection_is_exactly_the_reference(ops, kind, lines, documents, all_lin
     bits = 11 if documents == 1 else 8
     mass_rounds = -(-40 // bits)
     tie_rounds = -(-lines.bit_length() // bits) if cap >= 0 else 0
-    states = [torch.zeros(1, rows, documents, 8, dtype=torch.int64, device="cuda") for _ in range(2)]
+    budget = (bits, mass_rounds, tie_rounds, 9, 10, cap, all_lines)
+    previous, states = None, (None, None)
     for number in range(mass_rounds + tie_rounds):
-        split = (number, bits, mass_rounds, tie_rounds)
-        ours = ops.select_histogram(mass, segment, tie, states[0], *split, all_lines)
-        truth = reference.select_histogram(mass, segment, tie, states[1], *split, all_lines)
+        sizes = (1, rows, documents, 1 if cap < 0 else 2, 1 << bits)
+        ours, truth = (torch.zeros(sizes, dtype=torch.int64, device="cuda") for _ in range(2))
+        states = (
+            ops.select_round_(mass, segment, tie, previous, states[0], ours, number, *budget),
+            reference.select_round_(mass, segment, tie, previous, states[1], truth, number, *budget),
+        )
+        assert torch.equal(*states), f"state of round {number}"
         assert torch.equal(ours, truth), f"histogram of round {number}"
-        ops.select_update_(ours, states[0], *split, 9, 10, cap)
-        reference.select_update_(truth, states[1], *split, 9, 10, cap)
-        assert torch.equal(*states), f"state after round {number}"
-    kept = ops.select_pack(mass, segment, tie, states[0], all_lines)
-    assert torch.equal(kept, reference.select_pack(mass, segment, tie, states[1], all_lines))
-    at_once = ops.select_lines(mass, segment, tie, documents, bits, mass_rounds, tie_rounds, 9, 10, cap, all_lines)
-    assert torch.equal(at_once, kept)
+        previous = 2 * truth if number % 2 else truth  # what other ranks would add
+    kept = ops.select_pack(mass, segment, tie, previous, states[0], *budget)
+    assert torch.equal(kept, reference.select_pack(mass, segment, tie, previous, states[1], *budget))
+    at_once = ops.select_lines(mass, segment, tie, documents, *budget)
+    assert torch.equal(at_once, reference.select_lines(mass, segment, tie, documents, *budget))
+    kept = at_once
     if cap >= 0:
         per_document = [
             unpack_bits(kept, lines)[..., segment == document].sum(-1).max() for document in range(documents)

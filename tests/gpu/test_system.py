@@ -100,7 +100,6 @@ def test_opcheck() -> None:
         torch.zeros(512, dtype=torch.int32, device="cuda"),
         torch.arange(512, dtype=torch.int32, device="cuda"),
     )
-    state = torch.zeros(1, 4, 1, 8, dtype=torch.int64, device="cuda")
     probes = (
         q[:, None, -64:].contiguous(), k, torch.tensor([7], dtype=torch.int32, device="cuda"),
         torch.tensor([[0, 64]], dtype=torch.int32, device="cuda"),
@@ -108,7 +107,8 @@ def test_opcheck() -> None:
     )  # fmt: skip
     row_max = ops.probe_row_max(*probes)
     row_sum = ops.probe_row_sum(*probes, row_max)
-    histogram = ops.select_histogram(mass, segment, tie, state, 0, 8, 5, 0, False)
+    histograms, budget = torch.zeros(2, 1, 4, 1, 2, 256, dtype=torch.int64, device="cuda"), (8, 5, 0, 9, 10, 5, False)
+    state = ops.select_round_(mass, segment, tie, None, None, histograms[0], 0, *budget)
     calls = {
         "attention_forward_": (q, k[None], v[None], *lines, table[None], *compact, columns, 0.1, False, 0, fp32[0], None, lse),
         "attention_delta": (q, dout),
@@ -125,10 +125,9 @@ def test_opcheck() -> None:
         "probe_row_sum": (*probes, row_max),
         "probe_mass": (*probes, row_max, row_sum),
         "probe_columns": (*probes, row_max, row_sum, segment, tie, 1, 10, 4, 0, 9, 10, 5, False),
-        "select_histogram": (mass, segment, tie, state, 0, 8, 5, 0, False),
-        "select_update_": (histogram, state, 0, 8, 5, 0, 9, 10, 5),
-        "select_pack": (mass, segment, tie, state, False),
-        "select_lines": (mass, segment, tie, 1, 8, 5, 0, 9, 10, 5, False),
+        "select_round_": (mass, segment, tie, histograms[0], state, histograms[1], 1, *budget),
+        "select_pack": (mass, segment, tie, histograms[0], state, *budget),
+        "select_lines": (mass, segment, tie, 1, *budget),
     }  # fmt: skip
     for name, arguments in calls.items():
         torch.library.opcheck(getattr(ops, name).default, arguments, test_utils=tests)

@@ -41,17 +41,20 @@ struct SelectParams {
     int64_t share_numerator = 0, share_denominator = 1;
     int64_t cap = -1;  // < 0: none
     bool all_lines = false;
-    bool clear_histogram = false;      // select_update leaves zeros: the next round's histogram begins with them
-    const int64_t* mass = nullptr;     // [rows, lines]
-    const int32_t* segment = nullptr;  // [lines]
-    const int32_t* tie = nullptr;      // [lines]
-    int64_t* state = nullptr;          // [rows, documents, 8]
-    int64_t* histogram = nullptr;      // [rows, documents, 2, 2^digit_bits]
-    int64_t* words = nullptr;          // [rows, ceil(lines / 64)]
+    const int64_t* mass = nullptr;       // [rows, lines]
+    const int32_t* segment = nullptr;    // [lines]
+    const int32_t* tie = nullptr;        // [lines]
+    const int64_t* previous = nullptr;   // histogram of the round before, summed over all ranks; null in the first
+    const int64_t* old_state = nullptr;  // state of the round before; null in the first
+    int64_t* state = nullptr;            // [rows, documents, 8]
+    int64_t* histogram = nullptr;        // [rows, documents, 1 or (with a cap) 2, 2^digit_bits]
+    int64_t* words = nullptr;            // [rows, ceil(lines / 64)]
 };
 
-void select_histogram(const SelectParams& params, cudaStream_t stream);
-void select_update(const SelectParams& params, cudaStream_t stream);
+// A round: narrows old_state by `previous` into `state`, and adds the lines to `histogram`, which holds zeros.
+void select_round(const SelectParams& params, cudaStream_t stream);
+// After the last round (`round` is their number): narrows old_state by `previous` into `state`, and packs the kept
+// lines.
 void select_pack(const SelectParams& params, cudaStream_t stream);
 // All rounds and the packing, for lines that one process holds. `state` and `histogram` are scratch.
 void select_lines(const SelectParams& params, cudaStream_t stream);

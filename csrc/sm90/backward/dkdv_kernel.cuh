@@ -39,14 +39,17 @@ struct DkdvConsumer {
         if (keys != kAllColumns) mask_rows(scores, thread, keys, 0.0f);
     }
 
-    // P^T to dS^T in place.
-    __device__ __forceinline__ void differentiate(float (&weights)[32], const float (&dp)[32], int stage) {
+    // dP^T to dS^T in place. (The other way round ptxas does not find the registers for all operands of a step.)
+    __device__ __forceinline__ void differentiate(const float (&weights)[32], float (&dp)[32], int stage) {
         const float* delta = shared.delta[stage] + 2 * (thread % 4);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             const float2 of_columns = *reinterpret_cast<const float2*>(delta + 8 * j);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) weights[4 * j + i] *= dp[4 * j + i] - (i % 2 ? of_columns.y : of_columns.x);
+            for (int i = 0; i < 4; ++i) {
+                const float difference = dp[4 * j + i] - (i % 2 ? of_columns.y : of_columns.x);
+                dp[4 * j + i] = weights[4 * j + i] * difference;
+            }
         }
     }
 
@@ -56,6 +59,7 @@ struct DkdvConsumer {
         int held = kNone;
         int now = reader.next_tile(held);
         while (now != kNone) {
+            now = __shfl_sync(0xFFFFFFFF, now, 0);  // descriptors made of it are kept in uniform registers
             const uint32_t q = tile_address(shared.q[now]), dout = tile_address(shared.dout[now]);
             float scores[32], dp[32];
             uint32_t operand_p[16], operand_ds[16];
@@ -72,7 +76,7 @@ struct DkdvConsumer {
             pin(dp);
             to_operand<T>(scores, operand_p);
             differentiate(scores, dp, now);
-            to_operand<T>(scores, operand_ds);
+            to_operand<T>(dp, operand_ds);
             pin(operand_p);
             pin(operand_ds);
             pin(dv);
@@ -188,8 +192,7 @@ __global__ __launch_bounds__(Plan::kThreads, 1) void dkdv_kernel(const __grid_co
     const int warp = __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x) / 32, 0);
     if (warp < 4) {
         registers_release<Plan::kProducerRegisters>();
-        if (warp == 0 && warp_leader())
-            KeyLoader<Plan>{params, maps, shared, TileDealer<KeyShared<Plan>>(shared)}.run();
+        if (warp == 0 && elect_lane()) KeyLoader<Plan>{params, maps, shared, TileDealer<KeyShared<Plan>>(shared)}.run();
         if (warp == 1) KeyScout<Plan>{params.shape, params.mask, shared}.run();
     } else {
         registers_acquire<Plan::kConsumerRegisters>();

@@ -67,6 +67,7 @@ struct DqConsumer {
         int now = reader.next_tile(held);
         if (now == kNone) return false;
         while (now != kNone) {
+            now = __shfl_sync(0xFFFFFFFF, now, 0);  // descriptors made of it are kept in uniform registers
             float scores[32], dp[32];
             uint32_t operand[16];
             wgmma_fence();
@@ -155,7 +156,7 @@ __global__ __launch_bounds__(Plan::kThreads, 1) void dq_kernel(const __grid_cons
     const int warp = __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x) / 32, 0);
     if (warp < 4) {
         registers_release<Plan::kProducerRegisters>();
-        if (warp == 0 && warp_leader())
+        if (warp == 0 && elect_lane())
             RowLoader<Plan>{params.shape, maps, shared, TileDealer<RowShared<Plan>>(shared)}.run();
         if (warp == 1) RowScout<Plan>{params.shape, params.mask, shared}.run();
     } else {

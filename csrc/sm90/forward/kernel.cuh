@@ -268,7 +268,7 @@ template <typename T, typename Plan>
 __global__ __launch_bounds__(Plan::kThreads,
                              1) void forward_kernel(const __grid_constant__ AttentionForwardParams params,
                                                     const __grid_constant__ RowMaps maps) {
-    auto& shared = dynamic_shared<RowShared<Plan>>();
+    auto& shared = opaque_shared<RowShared<Plan>>();
     if (threadIdx.x == 0) shared.init();
     __syncthreads();
     const int warp = __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x) / 32, 0);

@@ -7,7 +7,7 @@ accumulate in fp32 (fp64 for fp64 inputs).
 from .attention import attention_backward_, attention_delta, attention_forward_
 from .columns import gather_columns_, list_columns, scatter_columns_, vertical_backward_
 from .probe import probe_columns, probe_mass, probe_row_max, probe_row_sum
-from .select import select_histogram, select_lines, select_pack, select_update_
+from .select import select_lines, select_pack, select_round_
 
 __all__ = [
     "attention_backward_",
@@ -20,9 +20,8 @@ __all__ = [
     "probe_row_max",
     "probe_row_sum",
     "scatter_columns_",
-    "select_histogram",
     "select_lines",
     "select_pack",
-    "select_update_",
+    "select_round_",
     "vertical_backward_",
 ]
