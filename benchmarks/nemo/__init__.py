@@ -1,0 +1,8 @@
+"""Megatron-Bridge on GPUs: the steps of docs/from_hf_to_512k.md in small, and recipes at their size, with a line of JSON each.
+
+    python -m benchmarks.nemo qwen --out results --work scratch
+
+Parts, each a process, beside each other: `qwen`, `llama`, `peft` and `big`; `qwen-dense` and `llama-dense` wait for what `qwen`
+and `llama` save, and train where this package cannot be imported. Under `torchrun --nproc-per-node 2`: `two-context`,
+`two-tensor`, `two-dense`, `two-big`. A step that fails notes its error, and the next one runs.
+"""
