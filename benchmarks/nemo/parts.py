@@ -37,16 +37,27 @@ def tokens_of(session: Session) -> torch.Tensor:
     return small.fixed_tokens(seq_length(session) // 2, sizes(session))
 
 
-def family_part(session: Session) -> None:
-    """Import, export, logits, training from the imported model and export of the trained one."""
+def import_part(session: Session) -> None:
+    """Import, export of the imported model, and logits."""
     family = session.part
-    for step in (make, extend_and_import, export_unchanged, logits_before):
-        session.attempt(step, family)
+    session.attempt(make, family)
+    session.attempt(extend_and_import, family)
+    (session.work / f"{family}-imported.done").touch()
+    session.attempt(export_unchanged, family)
+    session.attempt(logits_before, family)
+    session.say(ended=True)
+
+
+def train_part(session: Session) -> None:
+    """Training from the imported model, export of the trained one, and on from a checkpoint."""
+    family = session.part.removesuffix("-train")
+    session.wait_for(session.work / f"{family}-imported.done")
     session.attempt(train, family, "p1", EVERY_LINE)
     (session.work / f"{family}-p1.done").touch()
     session.attempt(train, family, "p0.9", [])
-    session.attempt(export_trained, family, "p0.9")
     session.attempt(export_trained, family, "p1")
+    session.attempt(export_trained, family, "p0.9")
+    session.attempt(train_on, family)
     session.say(ended=True)
 
 
@@ -114,11 +125,11 @@ def _logits_of_bridge(
     session.say(logits=f"bridge {name}", attention=kinds_of_attention(models), **small.distance(got, exact))
 
 
-def train(session: Session, family: str, name: str, words: list[str]) -> None:
-    """Step 6: the recipe with the family's extension, from the imported model, on the data."""
+def _words_of_page(session: Session, family: str) -> list[str]:
+    """The overrides of step 6, and those that make it small."""
     _, long, imported, data = folders(session, family)
-    run = f"{family}-{name}"
-    page = [
+    return [
+        *small_words(session, STEPS),
         f"checkpoint.pretrained_checkpoint={imported}",
         f"dataset.data_path={data}",
         "tokenizer.tokenizer_type=HuggingFaceTokenizer",
@@ -126,9 +137,22 @@ def train(session: Session, family: str, name: str, words: list[str]) -> None:
         "tokenizer.vocab_size=null",
         "dataset.split='90,5,5'",
     ]
-    all_words = [*small_words(session, STEPS), *page, *saving(session, run, STEPS), *words]
+
+
+def train(session: Session, family: str, name: str, words: list[str]) -> None:
+    """Step 6: the recipe with the family's extension, from the imported model, on the data."""
+    run = f"{family}-{name}"
+    all_words = [*_words_of_page(session, family), *saving(session, run, STEPS), *words]
     recipe(session, small.FAMILIES[family][2], run, all_words, tokens_of(session))
-    (session.work / f"{run}.saved").touch()
+
+
+def train_on(session: Session, family: str) -> None:
+    """The recipe on from its own checkpoint, for ten more steps; the optimizer's state is loaded, too."""
+    checkpoints = session.work / f"{family}-p1" / "checkpoints"
+    words = [w for w in _words_of_page(session, family) if not w.startswith(("train.train_iters", "checkpoint.load="))]
+    words += [f"train.train_iters={2 * STEPS}", f"checkpoint.load={checkpoints}", *EVERY_LINE]
+    words += ["scheduler.override_opt_param_scheduler=true", *(["checkpoint.load_optim=false"] if session.cpu else [])]
+    recipe(session, small.FAMILIES[family][2], f"{family}-p1-on", words)
 
 
 def export_trained(session: Session, family: str, name: str) -> None:
@@ -176,10 +200,10 @@ def dense(session: Session, family: str, name: str, *, load: bool) -> None:
 
 def peft_part(session: Session) -> None:
     """Adapters on the imported Qwen, export of the adapters; then the refusals and overrides of the command line."""
-    session.wait_for(session.work / "qwen-p1.done")
+    session.wait_for(session.work / "qwen-imported.done")
     session.attempt(adapters, "lora")
-    session.attempt(adapters, "dora")
     session.attempt(export_adapters, "lora")
+    session.attempt(adapters, "dora")
     session.attempt(refused, "model.attention_dropout=0.1")
     session.attempt(refused, "model.attention_backend=flash")
     run_words = [*small_words(session, 3), *ON_GPU]
@@ -240,8 +264,10 @@ def big_part(session: Session) -> None:
 
 
 PARTS = {
-    "qwen": family_part,
-    "llama": family_part,
+    "qwen": import_part,
+    "llama": import_part,
+    "qwen-train": train_part,
+    "llama-train": train_part,
     "qwen-dense": dense_part,
     "llama-dense": dense_part,
     "peft": peft_part,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import json
@@ -179,8 +180,10 @@ def _watcher(session: Session, run: str, tokens: torch.Tensor | None) -> Any:
                 n: p.detach().clone() for n, p in context.model[0].named_parameters() if not p.requires_grad
             }
             self.stamp = time.time()
+            faulthandler.dump_traceback_later(8, repeat=True)  # where a slow first step waits
 
         def on_train_step_end(self, context: Any) -> None:
+            faulthandler.cancel_dump_traceback_later()
             self.losses.append(float((context.loss_dict or {}).get("lm loss", math.nan)))
             self.norms.append(float(context.grad_norm or 0))
             if not session.cpu:
