@@ -22,17 +22,17 @@ def _words(session: Session, run: str, *more: str) -> list[str]:
 
 
 def context_part(session: Session) -> None:
-    """Context parallelism: native, converted, decentralized groups; data parallelism beside it; a saved and resumed run."""
+    """Context parallelism: native, converted, decentralized groups; data parallelism beside it."""
     native = _words(session, "cp2-p1", *CONTEXT, *saving(session, "cp2-p1", STEPS), *EVERY_LINE)
     session.attempt(recipe, LONG, "cp2-p1", native)
     _mark(session, "cp2")
-    converted = _words(session, "cp2-convert", *CONTEXT, *EVERY_LINE, "mtraining.layout_mode=convert")
-    session.attempt(recipe, LONG, "cp2-convert", converted)
-    session.attempt(recipe, LONG, "cp2-p0.9", _words(session, "cp2-p0.9", *CONTEXT))
-    session.attempt(recipe, LONG, "dp2-p1", _words(session, "dp2-p1", *ONE_BY_ONE, *EVERY_LINE))
     groups = ["dist.use_decentralized_pg=true", "dist.use_gloo_process_groups=false"]
     free = _words(session, "cp2-decentralized", *CONTEXT, *EVERY_LINE, *groups)
     session.attempt(recipe, LONG, "cp2-decentralized", free)
+    session.attempt(recipe, LONG, "dp2-p1", _words(session, "dp2-p1", *ONE_BY_ONE, *EVERY_LINE))
+    session.attempt(recipe, LONG, "cp2-p0.9", _words(session, "cp2-p0.9", *CONTEXT))
+    converted = _words(session, "cp2-convert", *CONTEXT, *EVERY_LINE, "mtraining.layout_mode=convert")
+    session.attempt(recipe, LONG, "cp2-convert", converted)
     session.say(ended=True)
 
 
@@ -40,11 +40,11 @@ def tensor_part(session: Session) -> None:
     """Tensor parallelism with sequence parallelism, the optimizer on the CPU as in the recipe, then pipeline stages."""
     session.attempt(recipe, TENSOR, "tp2-p1", _words(session, "tp2-p1", *EVERY_LINE, *([] if session.cpu else ON_GPU)))
     _mark(session, "tp2")
-    if not session.cpu:
-        session.attempt(recipe, TENSOR, "tp2-offload", _words(session, "tp2-offload", *EVERY_LINE))
-    session.attempt(recipe, TENSOR, "tp2-p0.9", _words(session, "tp2-p0.9", *([] if session.cpu else ON_GPU)))
     stages = ["model.pipeline_model_parallel_size=2", "model.pipeline_dtype=torch.bfloat16", *ONE_BY_ONE]
     session.attempt(recipe, LONG, "pp2-p1", _words(session, "pp2-p1", *stages, *EVERY_LINE))
+    session.attempt(recipe, TENSOR, "tp2-p0.9", _words(session, "tp2-p0.9", *([] if session.cpu else ON_GPU)))
+    if not session.cpu:
+        session.attempt(recipe, TENSOR, "tp2-offload", _words(session, "tp2-offload", *EVERY_LINE))
     session.say(ended=True)
 
 
