@@ -232,12 +232,11 @@ def adapters(session: Session, scheme: str) -> None:
 
 def export_adapters(session: Session, scheme: str) -> None:
     """Bridge's export of adapters, from the imported model's folder."""
-    from megatron.bridge import AutoBridge
+    from megatron_mtraining.bridge import export_hf_adapter
 
     _, long, _, _ = folders(session, "qwen")
     target = session.work / scheme / "adapter"
-    bridge = AutoBridge.from_hf_pretrained(str(long))
-    bridge.export_adapter_ckpt(str(session.work / scheme / "checkpoints"), str(target), show_progress=False)
+    export_hf_adapter(long, session.work / scheme / "checkpoints", target)
     session.say(adapter=sorted(p.name for p in target.iterdir()))
 
 

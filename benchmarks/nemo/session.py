@@ -78,16 +78,24 @@ class Session:
             time.sleep(0.2)
 
 
+def block_ours() -> None:
+    """Makes this package impossible to import, as if it were not installed.
+
+    Raises:
+        RuntimeError: if it has been imported.
+    """
+    if "megatron_mtraining" in sys.modules:
+        raise RuntimeError("megatron_mtraining has been imported")
+    sys.modules["megatron_mtraining"] = None  # type: ignore[assignment]
+
+
 def load(session: Session) -> None:
-    """Imports Bridge, with stand-ins for what is not installed; in the part `dense`, this package cannot be imported."""
+    """Imports Bridge, with stand-ins for what is not installed; nothing of this package where there is a GPU."""
     if os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None):
         # Each step meets at a port of its own, where no earlier step has left anything.
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
-    if session.part.endswith("dense"):
-        if not session.cpu:  # there, its stand-in for CUDA is needed
-            sys.modules["megatron_mtraining"] = None  # type: ignore[assignment]
-        utils = importlib.import_module("megatron.core.datasets.utils")
-        utils.compile_helpers = lambda: None  # type: ignore[attr-defined]  # a wheel has no Makefile; Bridge exits without
+    utils = importlib.import_module("megatron.core.datasets.utils")
+    utils.compile_helpers = lambda: None  # type: ignore[attr-defined]  # a wheel has no Makefile; Bridge alone exits
     if session.cpu:
         _load_on_cpu()
         session.say(loaded=True)
@@ -99,7 +107,8 @@ def load(session: Session) -> None:
     names = ("torch", "transformer_engine", "transformers", "megatron.bridge", "megatron.core")
     versions = {name: importlib.import_module(name).__version__ for name in names}
     importlib.import_module("megatron.bridge.training.pretrain")
-    session.say(loaded=True, stubbed=missing, gpu=torch.cuda.get_device_name(), **versions)
+    importlib.import_module("megatron.bridge.training.gpt_step")
+    session.say(loaded=True, stubbed=missing, cuda_initialized=torch.cuda.is_initialized(), **versions)
 
 
 def _load_on_cpu() -> None:

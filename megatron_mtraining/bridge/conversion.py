@@ -67,9 +67,46 @@ def export_hf_checkpoint(
     from megatron.bridge import AutoBridge
 
     _refuse_no_model(model)
-    if not any(Path(source).glob("iter_*")):
-        raise RefusedError(f"{os.fspath(source)}: no checkpoint there (iter_...)")
-    AutoBridge.from_hf_pretrained(os.fspath(model)).export_ckpt(os.fspath(source), os.fspath(target))
+    bridge = AutoBridge.from_hf_pretrained(os.fspath(model))
+    bridge.export_ckpt(os.fspath(_newest(source)), os.fspath(target))
+
+
+def export_hf_adapter(
+    model: str | os.PathLike[str], source: str | os.PathLike[str], target: str | os.PathLike[str]
+) -> None:
+    """Writes the newest adapters of a peft run for Hugging Face's ``peft``: ``AutoBridge.export_adapter_ckpt`` without APEX.
+
+    Needs a GPU. Bridge exports LoRA, not DoRA.
+
+    Args:
+        model: folder of the Hugging Face model that was imported: the extended one.
+        source: folder of checkpoints (``checkpoint.save``).
+        target: folder to make.
+
+    Raises:
+        RefusedError: as for :func:`export_hf_checkpoint`.
+    """
+    from megatron.bridge import AutoBridge
+
+    _refuse_no_model(model)
+    bridge = AutoBridge.from_hf_pretrained(os.fspath(model))
+    original = bridge.to_megatron_provider
+
+    def to_megatron_provider(*args: Any, **named: Any) -> Any:
+        provider = original(*args, **named)
+        drop_missing_fusion(provider)
+        return provider
+
+    bridge.to_megatron_provider = to_megatron_provider
+    bridge.export_adapter_ckpt(os.fspath(_newest(source)), os.fspath(target))
+
+
+def _newest(folder: str | os.PathLike[str]) -> Path:
+    """The newest checkpoint of a folder."""
+    found = sorted(Path(folder).glob("iter_*"))
+    if not found:
+        raise RefusedError(f"{os.fspath(folder)}: no checkpoint there (iter_...)")
+    return found[-1]
 
 
 def _refuse_no_model(folder: str | os.PathLike[str]) -> None:
