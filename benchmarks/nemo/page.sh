@@ -4,6 +4,7 @@
 set -u
 out=$1 work=$2
 mkdir -p "$out" "$work"
+torchrun=$(command -v torchrun || echo "python3 -m torch.distributed.run")
 
 step() {
     local name=$1 begin=$SECONDS
@@ -21,7 +22,7 @@ small.make_model('qwen', Path('$work/hf'), small.Sizes())
 small.make_data(Path('$work/text_document'), small.Sizes())" || exit 1
 step extend python3 examples/nemo/convert.py extend "$work/hf" "$work/hf_long" --seq-length 131072 || exit 1
 step import python3 examples/nemo/convert.py import "$work/hf_long" "$work/imported" || exit 1
-step train torchrun --nproc-per-node 1 --master-port "${MASTER_PORT:-29500}" \
+step train $torchrun --nproc-per-node 1 --master-port "${MASTER_PORT:-29500}" \
     examples/nemo/run_recipe.py qwen25_3b_pretrain_8gpu_128k_config --metrics "$out/page-metrics.jsonl" \
     model.num_layers=4 model.hidden_size=1024 model.ffn_hidden_size=2816 model.num_attention_heads=8 model.kv_channels=128 \
     model.num_query_groups=2 model.vocab_size=32768 model.seq_length=8192 model.context_parallel_size=1 \
