@@ -91,11 +91,11 @@ def extend_and_import(session: Session, family: str) -> None:
 
 def export_unchanged(session: Session, family: str) -> None:
     """Step 7 with the imported model as it is: the same bits must come back."""
-    from megatron.bridge import AutoBridge
+    from megatron_mtraining.bridge import export_hf_checkpoint
 
     source, long, imported, _ = folders(session, family)
     back = session.work / family / "back"
-    AutoBridge.from_hf_pretrained(str(long)).export_ckpt(str(imported), str(back), show_progress=False)
+    export_hf_checkpoint(long, imported, back)
     session.say(compared="exported unchanged", **small.compare_weights(source, back))
 
 
@@ -164,13 +164,12 @@ def train_on(session: Session, family: str) -> None:
 
 def export_trained(session: Session, family: str, name: str) -> None:
     """Step 7: transformers must compute what the trained model computed, with the same angles."""
-    from megatron.bridge import AutoBridge
+    from megatron_mtraining.bridge import export_hf_checkpoint
 
     run = f"{family}-{name}"
     source, long, _, _ = folders(session, family)
     target = session.work / run / "hf"
-    bridge = AutoBridge.from_hf_pretrained(str(long))
-    bridge.export_ckpt(str(session.work / run / "checkpoints"), str(target), show_progress=False)
+    export_hf_checkpoint(long, session.work / run / "checkpoints", target)
     config = json.loads((target / "config.json").read_text())
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     moved = small.compare_weights(source, target)

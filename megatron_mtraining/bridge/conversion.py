@@ -67,8 +67,8 @@ def export_hf_checkpoint(
     from megatron.bridge import AutoBridge
 
     _refuse_no_model(model)
-    bridge = AutoBridge.from_hf_pretrained(os.fspath(model))
-    bridge.export_ckpt(os.fspath(_newest(source)), os.fspath(target))
+    newest = _newest(source)
+    AutoBridge.from_hf_pretrained(os.fspath(model)).export_ckpt(os.fspath(newest), os.fspath(target))
 
 
 def export_hf_adapter(
@@ -89,6 +89,7 @@ def export_hf_adapter(
     from megatron.bridge import AutoBridge
 
     _refuse_no_model(model)
+    newest = _newest(source)
     bridge = AutoBridge.from_hf_pretrained(os.fspath(model))
     original = bridge.to_megatron_provider
 
@@ -98,7 +99,7 @@ def export_hf_adapter(
         return provider
 
     bridge.to_megatron_provider = to_megatron_provider
-    bridge.export_adapter_ckpt(os.fspath(_newest(source)), os.fspath(target))
+    bridge.export_adapter_ckpt(os.fspath(newest), os.fspath(target))
 
 
 def _newest(folder: str | os.PathLike[str]) -> Path:
