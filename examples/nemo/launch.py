@@ -1,9 +1,10 @@
 """Starts `run_recipe.py` with NeMo-Run: on this machine, or on a Slurm cluster.
 
     python examples/nemo/launch.py --nodes 4 --gpus 8 --slurm ACCOUNT PARTITION -- \
-        qwen25_3b_pretrain_32gpu_512k_config checkpoint.pretrained_checkpoint=checkpoints/qwen25_3b_long
+        qwen25_3b_pretrain_32gpu_512k_config checkpoint.pretrained_checkpoint=/data/checkpoints/qwen25_3b_512k
 
-Everything after `--` goes to `run_recipe.py`. `--dry-run` shows what would be started.
+Everything after `--` goes to `run_recipe.py`; give absolute paths, because NeMo-Run starts it in a folder of its own. With
+`--image`, this repository and every such path must be in the container: `--mount`. `--dry-run` shows what would be started.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--time", default="04:00:00", help="Slurm's time limit")
     parser.add_argument("--image", default=None, help="container image, on Slurm")
+    parser.add_argument("--mount", action="append", default=[], help="FOLDER[:FOLDER_IN_CONTAINER], on Slurm")
     parser.add_argument("--name", default="mtraining", help="name of the experiment")
     parser.add_argument("--dry-run", action="store_true")
     split = list(argv).index("--") if "--" in argv else len(argv)
@@ -54,7 +56,7 @@ def make_executor(args: argparse.Namespace) -> Any:
         gpus_per_node=args.gpus,
         time=args.time,
         container_image=args.image,
-        tunnel=run.LocalTunnel(),
+        container_mounts=[mount if ":" in mount else f"{mount}:{mount}" for mount in args.mount],
     )
 
 

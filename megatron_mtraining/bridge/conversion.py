@@ -1,10 +1,13 @@
-"""From Hugging Face to a Megatron checkpoint, where Bridge's own call needs APEX."""
+"""From Hugging Face to a Megatron checkpoint, where Bridge's own call needs APEX, and back."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+from pathlib import Path
 from typing import Any
+
+from megatron_mtraining.integration import RefusedError
 
 EXTENSION = "fused_weight_gradient_mlp_cuda"
 """The compiled module of APEX that adds weight gradients up in place."""
@@ -24,17 +27,89 @@ def drop_missing_fusion(provider: Any) -> None:
 def import_hf_checkpoint(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
     """Writes the Hugging Face model of a folder as a Megatron checkpoint: ``AutoBridge.import_ckpt`` without APEX.
 
-    Needs a GPU, and a process of its own: Bridge starts NCCL in it, and leaves it on.
+    Needs a GPU, and a process of its own: Bridge starts NCCL in it, and leaves it on. In a script, call it below
+    ``if __name__ == "__main__":``, because Megatron's writer starts processes that import the script.
 
     Args:
         source: folder of the model, such as :func:`.extend_hf_config` makes.
         target: folder of the checkpoint, for ``checkpoint.pretrained_checkpoint``.
+
+    Raises:
+        RefusedError: if ``source`` is not the folder of a model.
     """
     from megatron.bridge import AutoBridge
 
+    _refuse_no_model(source)
     bridge = AutoBridge.from_hf_pretrained(os.fspath(source))
     provider = bridge.to_megatron_provider(load_weights=True)
     drop_missing_fusion(provider)
     provider.finalize()
     model = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
     bridge.save_megatron_model(model, os.fspath(target), hf_tokenizer_path=os.fspath(source), low_memory_save=True)
+
+
+def export_hf_checkpoint(
+    model: str | os.PathLike[str], source: str | os.PathLike[str], target: str | os.PathLike[str]
+) -> None:
+    """Writes the newest Megatron checkpoint of a folder as a Hugging Face model, by Bridge's ``export_ckpt``.
+
+    Needs a GPU.
+
+    Args:
+        model: folder of the Hugging Face model that was imported: the extended one, whose config is copied. With the
+            original one, the trained weights would be used with the wrong angles.
+        source: folder of checkpoints (``checkpoint.save``).
+        target: folder to make.
+
+    Raises:
+        RefusedError: if ``model`` is not the folder of a model, or ``source`` holds no checkpoint.
+    """
+    from megatron.bridge import AutoBridge
+
+    _refuse_no_model(model)
+    newest = _newest(source)
+    AutoBridge.from_hf_pretrained(os.fspath(model)).export_ckpt(os.fspath(newest), os.fspath(target))
+
+
+def export_hf_adapter(
+    model: str | os.PathLike[str], source: str | os.PathLike[str], target: str | os.PathLike[str]
+) -> None:
+    """Writes the newest adapters of a peft run for Hugging Face's ``peft``: ``AutoBridge.export_adapter_ckpt`` without APEX.
+
+    Needs a GPU. Bridge exports LoRA, not DoRA.
+
+    Args:
+        model: folder of the Hugging Face model that was imported: the extended one.
+        source: folder of checkpoints (``checkpoint.save``).
+        target: folder to make.
+
+    Raises:
+        RefusedError: as for :func:`export_hf_checkpoint`.
+    """
+    from megatron.bridge import AutoBridge
+
+    _refuse_no_model(model)
+    newest = _newest(source)
+    bridge = AutoBridge.from_hf_pretrained(os.fspath(model))
+    original = bridge.to_megatron_provider
+
+    def to_megatron_provider(*args: Any, **named: Any) -> Any:
+        provider = original(*args, **named)
+        drop_missing_fusion(provider)
+        return provider
+
+    bridge.to_megatron_provider = to_megatron_provider
+    bridge.export_adapter_ckpt(os.fspath(newest), os.fspath(target))
+
+
+def _newest(folder: str | os.PathLike[str]) -> Path:
+    """The newest checkpoint of a folder."""
+    found = sorted(Path(folder).glob("iter_*"))
+    if not found:
+        raise RefusedError(f"{os.fspath(folder)}: no checkpoint there (iter_...)")
+    return found[-1]
+
+
+def _refuse_no_model(folder: str | os.PathLike[str]) -> None:
+    if not (Path(folder) / "config.json").is_file():
+        raise RefusedError(f"{os.fspath(folder)}: no config.json there; give the folder of a Hugging Face model")

@@ -44,17 +44,16 @@ def _nothing(*_args: Any, **_kwargs: Any) -> None:
     return None
 
 
-def prepare(cfg: Any) -> Any:
-    """Changes a recipe to what the CPU can do: gloo, Megatron's own layers, no fusion, no mixed precision."""
+def prepare_model(model: Any) -> Any:
+    """Changes a provider to what the CPU can do: Megatron's own layers, no fusion, no mixed precision."""
     from megatron.bridge.models import gpt_provider
 
-    cfg.dist.distributed_backend = "gloo"
-    cfg.model.transformer_layer_spec = gpt_provider.local_layer_spec
-    cfg.model.transformer_impl = "local"
-    cfg.model.use_cpu_initialization = True
-    cfg.model.params_dtype = torch.float32
-    cfg.model.pipeline_dtype = torch.float32
-    cfg.model.bf16 = cfg.model.fp16 = False
+    model.transformer_layer_spec = gpt_provider.local_layer_spec
+    model.transformer_impl = "local"
+    model.use_cpu_initialization = True
+    model.params_dtype = torch.float32
+    model.pipeline_dtype = torch.float32
+    model.bf16 = model.fp16 = False
     for name in (
         "gradient_accumulation_fusion",
         "masked_softmax_fusion",
@@ -64,7 +63,14 @@ def prepare(cfg: Any) -> Any:
         "persist_layer_norm",
         "cross_entropy_loss_fusion",
     ):
-        setattr(cfg.model, name, False)
+        setattr(model, name, False)
+    return model
+
+
+def prepare(cfg: Any) -> Any:
+    """Changes a recipe to what the CPU can do: gloo, and the model as above."""
+    prepare_model(cfg.model)
+    cfg.dist.distributed_backend = "gloo"
     cfg.mixed_precision = None
     cfg.optimizer.bf16 = False
     cfg.ddp.overlap_grad_reduce = cfg.ddp.overlap_param_gather = False
