@@ -1,7 +1,8 @@
 """Sparse ring attention: one executor for the launches of a plan, forward and backward (paper, sections 3.3 and 3.4).
 
 All of a launch's transfers are posted before its compute, from buffers that are at hand, and are waited for after it; the
-host never waits for the device, and nothing is allocated between the first launch and the last.
+host never waits for the device, and nothing is allocated between the first launch and the last (but where a sequence keeps
+more columns than ``max_compact_columns``: each launch then gathers its own, in pieces).
 """
 
 from __future__ import annotations
