@@ -20,6 +20,8 @@ from megatron_mtraining.simulator import (
     Balance,
     Choice,
     Cluster,
+    Link,
+    Links,
     Pattern,
     Predictor,
     RankWork,
@@ -40,6 +42,7 @@ from megatron_mtraining.simulator.memory import (
     smallest_cp,
 )
 from megatron_mtraining.simulator.timeline import Ring, chunk_table
+from megatron_mtraining.simulator.timeline import simulate as simulate_plan
 from megatron_mtraining.simulator.work import to_index
 from megatron_mtraining.testing import run_virtual
 
@@ -167,6 +170,15 @@ def test_balance_has_the_degrees_of_the_metrics() -> None:
     # Rank 1 idles in the first step. By step the slowest are 2 and 4, the means 1 and 4.
     assert Balance.of(np.array([[2.0, 4.0], [0.0, 4.0]])) == Balance(1.5, 1.2, pytest.approx(4 / 3))
     assert Balance.of(np.zeros((2, 3))) == Balance(1.0, 1.0, 1.0)
+
+
+def test_a_slow_outer_transfer_is_waited_for_where_its_window_begins() -> None:
+    """2 x 2, a second a launch: posted at 0, the outer transfer takes 5 and is needed at 2; nothing else waits."""
+    ring = Ring(4, 2, 2)
+    plan = ring.plan(False, 1)
+    found = simulate_plan(ring, plan, np.ones((4, 4)), Links(Link(0.0, 1e9), Link(0.0, 0.2)), 1.0, 1.0)
+    assert found.exposed == pytest.approx(np.tile([0.0, 0.0, 3.0, 0.0], (4, 1)), abs=1e-6)
+    assert found.seconds == pytest.approx(7.0)
 
 
 def test_a_slow_rank_is_waited_for() -> None:
