@@ -37,7 +37,8 @@ from megatron_mtraining.comm import GroupExchange, RingGroups
 from megatron_mtraining.documents import Documents
 from megatron_mtraining.launches import Launch, forward_plan
 from megatron_mtraining.ops import Operators
-from megatron_mtraining.ring import RingCall, RingForward, run
+from megatron_mtraining.ring import RingForward, run
+from megatron_mtraining.ring_call import RingCall
 from megatron_mtraining.ring_profile import PassTimes, profile_ring
 from megatron_mtraining.testing import run_virtual
 

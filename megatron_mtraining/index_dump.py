@@ -19,6 +19,8 @@ from .documents import Documents
 from .index import VerticalSlashIndex
 
 FORMAT = 1
+KEYS = frozenset({"slash_words", "column_words", "documents", "column_capacity", "about"})
+"""What a file of this format holds besides its format."""
 
 
 def save_index(path: str | Path, index: VerticalSlashIndex, **about: Any) -> None:
@@ -52,7 +54,7 @@ def load_index(path: str | Path) -> tuple[VerticalSlashIndex, dict[str, Any]]:
         content = torch.load(Path(path), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError):  # what torch.load makes of other files
         content = None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    if not isinstance(content, dict) or content.get("format") != FORMAT or not content.keys() >= KEYS:
         raise ValueError(f"{path}: not an index of format {FORMAT} (a file of megatron_mtraining.index_dump)")
     seq_len, starts, lengths = content["documents"]
     documents = Documents(seq_len, tuple(starts), tuple(lengths))

@@ -110,7 +110,8 @@ def imbalance_degrees(work: Tensor) -> dict[str, float]:
         rank over the ideal (:func:`imbalance_step`); ``step``: heaviest over mean step, by the slowest rank of each;
         ``total``: slowest over mean rank of the whole pass (:func:`imbalance_worker`).
     """
-    slowest, mean = work.double().amax(0), work.double().mean(0)
+    work = work.double()  # counts are integers, which have no mean
+    slowest, mean = work.amax(0), work.mean(0)
     busy = mean > 0
     return {
         "worker": float((slowest[busy] / mean[busy]).mean()) if busy.any() else 1.0,

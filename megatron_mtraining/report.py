@@ -12,12 +12,13 @@ import base64
 import html
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .metrics import imbalance_degrees
+from .metrics import FLOPS_PER_PAIR, imbalance_degrees
 from .ring_profile import PassTimes
 
 METRICS_KEYS = frozenset({"step"})
@@ -25,27 +26,74 @@ RING_KEYS = frozenset({"phase", "cp_rank", "launches", "transfers"})
 """What the lines of the two files have at least."""
 
 CHANNEL_COLORS = {"inner": "#1f5fa8", "outer": "#c8553d", "inner_grad": "#3a7d44", "outer_grad": "#7b4b94"}
+Line = dict[str, Any]
 
 
-def read_lines(path: Path, needed: frozenset[str] = frozenset()) -> list[dict[str, Any]]:
+def read_lines(
+    path: Path, needed: frozenset[str] = frozenset(), check: Callable[[Line], object] | None = None
+) -> list[Line]:
     """The lines of a JSON-lines file; none if there is no such file.
 
     Args:
         needed: keys that every line must have.
+        check: called with every line; what it raises says that the line's values are of another kind.
 
     Raises:
-        ValueError: for a line that is no JSON object with these keys; names file and line.
+        OSError: if the file cannot be read.
+        ValueError: for a line that is no JSON object with these keys and such values; names file and line.
     """
     found = []
-    for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], 1):
+    for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
         try:
             made = json.loads(line)
-        except json.JSONDecodeError as error:
+        except ValueError as error:  # no JSON, or no text
             raise ValueError(f"{path}:{number}: {error}") from None
         if not isinstance(made, dict) or not needed <= made.keys():
             raise ValueError(f"{path}:{number}: must be an object with {', '.join(sorted(needed)) or 'any keys'}")
+        try:
+            if check is not None:
+                check(made)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}:{number}: values of another kind ({type(error).__name__}: {error})") from None
         found.append(made)
     return found
+
+
+def _number(value: object) -> None:
+    if not isinstance(value, int | float):
+        raise TypeError(f"{value!r} is no number")
+
+
+def check_metrics(line: Line) -> None:
+    """Goes through all that the page takes from a line of metrics, so that what is of another kind raises here."""
+    _number(line["step"])
+    for names, *_ in TRAINING_PLOTS:
+        for name in names:
+            if line.get(name) is not None:
+                _number(line[name])
+    for name, _, form in SHOWN:
+        if line.get(name) is not None:
+            format(line[name], form)
+    for name in LAYER_TABLES:
+        for layer, value in line.get(name, {}).items():
+            int(layer)
+            _number(value)
+
+
+def check_pass(line: Line) -> None:
+    """The same for a line of the ring: a pass of at least one launch, of known channels, with its call if it has a step."""
+    times = PassTimes.from_json(line)
+    for value in (times.cp_rank, times.total_ms, times.compute_ms, times.exposed_ms, times.hidden, times.tail_ms):
+        _number(value)
+    times.comm_over_compute()
+    if times.phase not in FLOPS_PER_PAIR:
+        raise ValueError(f"phase={times.phase!r}")
+    for transfer in times.transfers:
+        if transfer.channel not in CHANNEL_COLORS:
+            raise ValueError(f"channel={transfer.channel!r}")
+    if "step" in line:
+        _number(line["step"])
+        _number(line["call"])
 
 
 def _picture(figure: Any) -> str:
@@ -69,7 +117,7 @@ def _axes(title: str, xlabel: str, ylabel: str, height: float = 3.6) -> tuple[An
     return figure, axes
 
 
-def plot_series(lines: list[dict[str, Any]], names: list[str], title: str, ylabel: str) -> str:
+def plot_series(lines: list[Line], names: list[str], title: str, ylabel: str) -> str:
     """Values of the metrics over the steps."""
     figure, axes = _axes(title, "step", ylabel)
     for name in names:
@@ -80,7 +128,7 @@ def plot_series(lines: list[dict[str, Any]], names: list[str], title: str, ylabe
     return _picture(figure)
 
 
-def plot_layers(lines: list[dict[str, Any]], name: str, title: str, label: str, low: float | None = 0) -> str:
+def plot_layers(lines: list[Line], name: str, title: str, label: str, low: float | None = 0) -> str:
     """A number of each layer over the steps, as a heat map."""
     layers = sorted({layer for line in lines for layer in line.get(name, {})}, key=int)
     table = [[line.get(name, {}).get(layer, float("nan")) for line in lines] for layer in layers]
@@ -157,7 +205,7 @@ def plot_calls(calls: list[list[PassTimes]]) -> str:
     return _picture(figure)
 
 
-def newest_passes(lines: list[dict[str, Any]]) -> dict[str, list[PassTimes]]:
+def newest_passes(lines: list[Line]) -> dict[str, list[PassTimes]]:
     """The newest pass of each rank, by phase, in rank order."""
     newest: dict[tuple[str, int], PassTimes] = {}
     for line in lines:
@@ -169,7 +217,7 @@ def newest_passes(lines: list[dict[str, Any]]) -> dict[str, list[PassTimes]]:
     return found
 
 
-def newest_calls(lines: list[dict[str, Any]]) -> dict[str, list[list[PassTimes]]]:
+def newest_calls(lines: list[Line]) -> dict[str, list[list[PassTimes]]]:
     """All passes of the newest profiled step by phase and call, each in rank order; none for lines without a step."""
     last = max((line["step"] for line in lines if "step" in line), default=None)
     found: dict[str, dict[int, dict[int, PassTimes]]] = {}
@@ -197,9 +245,14 @@ SHOWN = (
     ("layout", "layout", ""), ("ring", "ring", ""),
 )  # fmt: skip
 """The numbers of the last step at the top of the page: key, heading, format."""
+LAYER_TABLES = {
+    "density_by_layer": ("density by layer", "kept pairs / causal pairs", 0.0),
+    "recall_by_layer": ("recall of the probe by layer", "attention on kept lines", None),
+}
+"""Numbers of each layer: title, what they are, the lowest on the scale (``None``: the least one)."""
 
 
-def training_parts(lines: list[dict[str, Any]]) -> list[str]:
+def training_parts(lines: list[Line]) -> list[str]:
     """The page's part about training: the last step's numbers, curves, and heat maps by layer."""
     last = [(title, format(lines[-1][name], form)) for name, title, form in SHOWN if lines[-1].get(name) is not None]
     heads, values = ("".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in row)
@@ -209,10 +262,9 @@ def training_parts(lines: list[dict[str, Any]]) -> list[str]:
         known = [name for name in names if any(line.get(name) is not None for line in lines)]
         if known:
             parts.append(plot_series(lines, known, title, ylabel))
-    parts.insert(2, plot_layers(lines, "density_by_layer", "density by layer", "kept pairs / causal pairs"))
-    if any(line.get("recall_by_layer") for line in lines):
-        title = "recall of the probe by layer"
-        parts.insert(3, plot_layers(lines, "recall_by_layer", title, "attention on kept lines", low=None))
+    for place, (name, (title, label, low)) in enumerate(LAYER_TABLES.items(), 2):
+        if any(line.get(name) for line in lines):
+            parts.insert(place, plot_layers(lines, name, title, label, low))
     return parts
 
 
@@ -220,9 +272,11 @@ def page(run: Path) -> str:
     """The page of a run.
 
     Raises:
-        ValueError: if the run has neither file, or one cannot be read.
+        OSError: if a file cannot be read.
+        ValueError: if the run has neither file, or one holds something else.
     """
-    lines, ring = read_lines(run / "metrics.jsonl", METRICS_KEYS), read_lines(run / "ring.jsonl", RING_KEYS)
+    lines = read_lines(run / "metrics.jsonl", METRICS_KEYS, check_metrics)
+    ring = read_lines(run / "ring.jsonl", RING_KEYS, check_pass)
     passes = newest_passes(ring)
     if not lines and not passes:
         raise ValueError(
@@ -264,7 +318,7 @@ def main() -> None:
     output = options.output or options.run / "report.html"
     try:
         output.write_text(page(options.run))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise SystemExit(f"megatron_mtraining.report: error: {error}") from None
     print(output)
 

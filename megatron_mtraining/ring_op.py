@@ -27,7 +27,8 @@ from .metrics import timed
 from .nvtx import nvtx_range
 from .ops import operators
 from .ops.schema import NAMESPACE
-from .ring import Columns, RingBackward, RingCall, RingForward, Saved, compact_capacity, run
+from .ring import RingBackward, RingForward, Saved, run
+from .ring_call import Columns, RingCall, compact_capacity
 
 MAX_CONTEXTS = 1024
 """Contexts that are remembered; a batch of packed documents needs one."""

@@ -42,6 +42,12 @@ from .simulator.predict import LAYOUTS
 PLANNED_LENGTHS = (131072, 262144, 524288, 1048576)
 SHOWN = 8
 
+OF_MODEL = frozenset({"gpu_memory", "tp"})
+OF_STRIPES = frozenset({"stripe_size", "stripe_rotation"})
+OF_CHOICE = OF_STRIPES | {"ring", "chunks"}
+MADE_UP = frozenset({"seq_len", "heads", "density", "vertical", "band", "longest_run", "spread"})
+"""Options that go with another one, or that a measured index takes the place of."""
+
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
@@ -86,12 +92,48 @@ def parser() -> argparse.ArgumentParser:
     add("--intra-us", type=float, default=50.0, help="latency inside a node (default: %(default)s)")
     add("--inter-us", type=float, default=50.0, help="latency between nodes (default: %(default)s)")
     add("--layout", choices=LAYOUTS, help="predict this choice alone, with the four below")
-    add("--ring", choices=("flat", "hierarchical"), default="hierarchical")
-    add("--stripe-size", type=int, default=64)
-    add("--stripe-rotation", type=int, default=1)
-    add("--chunks", type=int, default=1, help="most chunks of a launch")
+    add("--ring", choices=("flat", "hierarchical"), default="hierarchical", help="(default: %(default)s)")
+    add("--stripe-size", type=int, default=64, help="of striped, tokens (default: %(default)s)")
+    add("--stripe-rotation", type=int, default=1, help="of striped (default: %(default)s)")
+    add("--chunks", type=int, default=1, help="most chunks of a launch (default: %(default)s)")
     add("--json", action="store_true", help="print everything as JSON")
     return made
+
+
+def refuse_unused(options: argparse.Namespace, given: frozenset[str]) -> None:
+    """Raises ValueError for the first option that was given and would change nothing, by name.
+
+    Args:
+        options: all of them.
+        given: the names of those on the command line.
+    """
+    if options.preset == "paper":
+        ruled_out = [(given - {"preset", "json"}, "--preset paper has its own cluster and takes nothing else")]
+    elif options.model is not None:
+        ruled_out = [
+            (given - OF_MODEL - {"preset", "model", "json"}, "--model plans memory and takes --gpu-memory and --tp")
+        ]
+    else:
+        ruled_out = [(OF_MODEL, "needs --model")]
+        if options.index is not None:
+            ruled_out.append((MADE_UP, "--index has its own"))
+        if options.rates is None:
+            ruled_out.append((frozenset({"impl"}), "needs --rates"))
+        if options.layout is None:
+            ruled_out.append((OF_CHOICE, "needs --layout (without, all choices are tried)"))
+        elif options.layout != "striped":
+            ruled_out.append((OF_STRIPES, f"--layout {options.layout} has no stripes"))
+    for names, why in ruled_out:
+        for name in sorted(given & names):
+            raise ValueError(f"--{name.replace('_', '-')}: {why}")
+
+
+def _given(arguments: Sequence[str] | None) -> frozenset[str]:
+    """The names of the options on a command line: those that are set where no option has a default."""
+    made = parser()
+    for action in made._actions:
+        action.default = argparse.SUPPRESS
+    return frozenset(vars(made.parse_args(arguments)))
 
 
 def _check(options: argparse.Namespace, *names: str, low: float, above: bool = False) -> None:
@@ -99,7 +141,7 @@ def _check(options: argparse.Namespace, *names: str, low: float, above: bool = F
     for name in names:
         value = getattr(options, name)
         if not math.isfinite(value) or value < low or (above and value == low):
-            wanted = f"above {low:g}" if above else f"at least {low:g}"
+            wanted = (f"above {low:g}" if above else f"at least {low:g}") + " and finite" * (value == math.inf)
             raise ValueError(f"--{name.replace('_', '-')}={value}: must be {wanted}")
 
 
@@ -232,6 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a prediction; a wrong value ends it with one line."""
     options = parser().parse_args(arguments)
     try:
+        refuse_unused(options, _given(arguments))
         if options.model is not None:
             result = plan_memory(options)
         else:

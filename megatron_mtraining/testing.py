@@ -17,7 +17,8 @@ from .estimate import Estimation, estimate_steps
 from .index import VerticalSlashIndex
 from .layout import Layout
 from .ops import operators
-from .ring import Columns, RingBackward, RingCall, RingForward, Saved, run
+from .ring import RingBackward, RingForward, Saved, run
+from .ring_call import Columns, RingCall
 from .ring_op import exactly
 
 

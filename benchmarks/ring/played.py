@@ -14,7 +14,8 @@ from megatron_mtraining.block_lists import Index, local_index
 from megatron_mtraining.comm import VirtualExchange
 from megatron_mtraining.metrics import imbalance_degrees
 from megatron_mtraining.ops import operators
-from megatron_mtraining.ring import RingBackward, RingCall, RingForward, run
+from megatron_mtraining.ring import RingBackward, RingForward, run
+from megatron_mtraining.ring_call import RingCall
 from megatron_mtraining.ring_profile import CallProfile, PassTimes, RingProfile, profile_ring
 from megatron_mtraining.simulator import H200_LINKS, Links, Shape
 from megatron_mtraining.simulator.timeline import Ring, Timeline, simulate

@@ -7,9 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..config import BLOCK
 from ..layout import Layout
+from ..metrics import imbalance_degrees
 from .cost import Link, Links, Rates, Shape
 from .memory import ring_buffer_bytes
 from .timeline import Ring, Timeline, by_launch, chunk_table, simulate
@@ -77,7 +79,7 @@ class Balance:
     Attributes:
         worker: largest over mean rank of a step, mean over the steps (the paper's worker level).
         critical: sum over the steps of the slowest rank, over that of the mean rank.
-        step: largest over mean step of a rank, mean over the ranks (the paper's step level).
+        step: heaviest over mean step, by the slowest rank of each (the paper's step level).
     """
 
     worker: float
@@ -86,17 +88,9 @@ class Balance:
 
     @classmethod
     def of(cls, work: np.ndarray) -> Balance:
-        """The three degrees; steps without work on any rank are left out of the first."""
-        slowest, mean = work.max(0), work.mean(0)
-        busy = mean > 0
-        if not busy.any():
-            return cls(1.0, 1.0, 1.0)
-        own = work.mean(1)
-        return cls(
-            float((slowest[busy] / mean[busy]).mean()),
-            float(slowest.sum() / mean.sum()),
-            float((work.max(1)[own > 0] / own[own > 0]).mean()),
-        )
+        """The three degrees, as the product's metrics define them."""
+        degrees = imbalance_degrees(torch.from_numpy(work))
+        return cls(degrees["worker"], degrees["critical"], degrees["step"])
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The page about a run, from real profiled passes."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from megatron_mtraining import Layout, MTrainingConfig
 from megatron_mtraining.metrics import imbalance_degrees
-from megatron_mtraining.report import newest_calls, newest_passes, page, plot_ratio, read_lines
+from megatron_mtraining.report import main, newest_calls, newest_passes, page, plot_ratio, read_lines
 from megatron_mtraining.ring_profile import LaunchTimes, PassTimes, TransferTimes, profile_ring
 from megatron_mtraining.testing import run_virtual
 
@@ -29,6 +30,7 @@ def test_times_add_up() -> None:
 def test_imbalance_degrees_of_a_table() -> None:
     degrees = imbalance_degrees(torch.tensor([[1.0, 3.0], [3.0, 3.0]]))
     assert degrees == {"worker": 1.25, "critical": pytest.approx(1.2), "step": 1.0, "total": pytest.approx(1.2)}
+    assert imbalance_degrees(torch.tensor([[1, 3], [3, 3]])) == degrees
 
 
 def test_page_of_a_run(tmp_path: Path) -> None:
@@ -111,12 +113,41 @@ def test_transfers_over_compute_are_drawn_where_there_are_transfers(
     assert plot_ratio([PassTimes("forward", 0, launches, transfers)]).startswith("<img")
 
 
+LAUNCH = '{"chunks": [0], "begin": 0, "arrived": 0, "computed": 1, "summed": 1, "end": 1}'
+RING = '{"phase": "%s", "cp_rank": 0, "transfers": [], "launches": [%s]}'
+
+
+def test_pages_of_little(tmp_path: Path) -> None:
+    """Lines that hold no more than they must: no layers, no loss; a pass without transfers."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
+    (tmp_path / "ring.jsonl").write_text(RING % ("forward", LAUNCH) + "\n")
+    text = page(tmp_path)
+    assert "Training, step 7" in text and text.count("data:image/png;base64,") == 2
+
+
+def test_what_cannot_be_read_or_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
+    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path), "--output", str(tmp_path / "none" / "page.html")])
+    with pytest.raises(SystemExit, match=r"report: error: .*No such file or directory: .*page.html"):
+        main()
+    (tmp_path / "metrics.jsonl").write_bytes(b"\xd1\xff\n")
+    with pytest.raises(SystemExit, match=r"report: error: .*metrics.jsonl:1: 'utf-8' codec"):
+        main()
+
+
 @pytest.mark.parametrize(
     ("name", "line", "message"),
     [
         ("metrics.jsonl", "{}", "metrics.jsonl:1: must be an object with step"),
         ("metrics.jsonl", "[1]", "metrics.jsonl:1: must be an object with step"),
         ("metrics.jsonl", '{"step": 1', "metrics.jsonl:1: Expecting"),
+        ("metrics.jsonl", '{"step": "one"}', "metrics.jsonl:1: values of another kind .*'one' is no number"),
+        ("metrics.jsonl", '{"step": 1, "loss": "x"}', "metrics.jsonl:1: values of another kind .*'x' is no number"),
+        ("metrics.jsonl", '{"step": 1, "density_by_layer": [1]}', "metrics.jsonl:1: values of another kind"),
+        ("metrics.jsonl", '{"step": 1, "density_by_layer": {"a": 1}}', "metrics.jsonl:1: values of another kind"),
+        ("ring.jsonl", RING % ("forward", ""), "ring.jsonl:1: values of another kind .*IndexError"),
+        ("ring.jsonl", RING % ("forward", "3"), "ring.jsonl:1: values of another kind"),
+        ("ring.jsonl", RING % ("sideways", LAUNCH), "ring.jsonl:1: values of another kind .*phase='sideways'"),
         ("ring.jsonl", '{"step": 1}', "ring.jsonl:1: must be an object with cp_rank, launches, phase, transfers"),
     ],
 )

@@ -17,8 +17,11 @@ from megatron_mtraining.simulator import (
     H200_LINKS,
     H200_RATES,
     PAPER,
+    Balance,
     Choice,
     Cluster,
+    Link,
+    Links,
     Pattern,
     Predictor,
     RankWork,
@@ -39,6 +42,7 @@ from megatron_mtraining.simulator.memory import (
     smallest_cp,
 )
 from megatron_mtraining.simulator.timeline import Ring, chunk_table
+from megatron_mtraining.simulator.timeline import simulate as simulate_plan
 from megatron_mtraining.simulator.work import to_index
 from megatron_mtraining.testing import run_virtual
 
@@ -160,6 +164,21 @@ def test_a_flat_ring_over_nodes_is_predicted_chunk_by_chunk_as_it_runs() -> None
     assert {p.choice.chunks_per_launch for p in found.recommend() if p.choice.ring == "flat"} == {1}
     with pytest.raises(ValueError, match="chunks_per_launch=0: must be at least 1"):
         found.predict(Choice(chunks_per_launch=0))
+
+
+def test_balance_has_the_degrees_of_the_metrics() -> None:
+    # Rank 1 idles in the first step. By step the slowest are 2 and 4, the means 1 and 4.
+    assert Balance.of(np.array([[2.0, 4.0], [0.0, 4.0]])) == Balance(1.5, 1.2, pytest.approx(4 / 3))
+    assert Balance.of(np.zeros((2, 3))) == Balance(1.0, 1.0, 1.0)
+
+
+def test_a_slow_outer_transfer_is_waited_for_where_its_window_begins() -> None:
+    """2 x 2, a second a launch: posted at 0, the outer transfer takes 5 and is needed at 2; nothing else waits."""
+    ring = Ring(4, 2, 2)
+    plan = ring.plan(False, 1)
+    found = simulate_plan(ring, plan, np.ones((4, 4)), Links(Link(0.0, 1e9), Link(0.0, 0.2)), 1.0, 1.0)
+    assert found.exposed == pytest.approx(np.tile([0.0, 0.0, 3.0, 0.0], (4, 1)), abs=1e-6)
+    assert found.seconds == pytest.approx(7.0)
 
 
 def test_a_slow_rank_is_waited_for() -> None:
@@ -310,6 +329,16 @@ def test_given_rates_take_the_place_of_fitted_ones(capsys: pytest.CaptureFixture
         ("--layout striped --chunks 0", "--chunks=0: must be at least 1"),
         ("--model qwen2.5-3b --tp 0", "--tp=0: must be at least 1"),
         ("--model qwen2.5-3b --tp 3", "tp=3: must divide the 2 key heads"),
+        ("--inter-gbs inf", "--inter-gbs=inf: must be above 0 and finite"),
+        ("--ring flat", r"--ring: needs --layout \(without, all choices are tried\)"),
+        ("--stripe-size 64", "--stripe-size: needs --layout"),
+        ("--layout zigzag --stripe-size 128", "--stripe-size: --layout zigzag has no stripes"),
+        ("--preset paper --inner 4", "--inner: --preset paper has its own cluster"),
+        ("--preset paper --model qwen2.5-3b", "--model: --preset paper has its own cluster"),
+        ("--model qwen2.5-3b --seq-len 524288", "--seq-len: --model plans memory"),
+        ("--tp 2", "--tp: needs --model"),
+        ("--impl mtraining-sm80", "--impl: needs --rates"),
+        ("--index dump.pt --seq-len 65536", "--seq-len: --index has its own"),
         ("--model qwen2.5-3b --gpu-memory -3", "--gpu-memory=-3.0: must be above 0"),
     ],
 )

@@ -8,7 +8,7 @@ from megatron_mtraining.comm import VirtualExchange
 from megatron_mtraining.estimate import Estimation, estimate_steps
 from megatron_mtraining.index import document_table
 from megatron_mtraining.ops import native, operators
-from megatron_mtraining.ring import RingCall
+from megatron_mtraining.ring_call import RingCall
 from megatron_mtraining.testing import VirtualRing, lockstep
 from tests.gpu.helpers import Case, kernels, mixed_qkv, random_index
 

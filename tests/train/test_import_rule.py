@@ -15,7 +15,7 @@ LAYERS = (
     {"config", "bitmap", "layout", "documents", "schedule", "launches", "index", "block_lists", "budget", "index_dump"},
     {"ops"},
     {"comm", "metrics", "buffers", "ring_profile", "nvtx"},
-    {"policies", "estimate", "ring", "simulator"},
+    {"policies", "estimate", "ring", "ring_call", "simulator"},
     {"ring_op", "attention", "testing", "recall", "report", "simulate"},
     {"integration", "launch", "startup_hook", "opt_in", "plan", "cli", "bridge"},
 )
