@@ -35,8 +35,8 @@ class Selection:
     def make(cls, share: Fraction, cap: int | None, *, last_q: int, lines: int, documents: int) -> Selection:
         """The rounds that ``lines`` lines need. A cap that can cut nothing is dropped.
 
-        The histogram has ``2 * 2**digit_bits`` entries per head and document: many documents get narrower digits, and none
-        are wider than the number of rounds asks for.
+        A histogram has ``2**digit_bits`` entries per head and document, twice that with a cap: many documents get narrower
+        digits, and none are wider than the number of rounds asks for.
         """
         widest = 11 if documents <= 4 else 8 if documents <= 64 else 6
         # A mass is at most last_q rows of 2**32 plus half a unit of rounding per entry.

@@ -24,6 +24,7 @@ from .layout import Layout
 from .metrics import timed
 from .nvtx import nvtx_range
 from .ops import Operators, operators
+from .policies.lines import HeldTiles, gather_probe_rows
 from .ring_op import aligned, exactly
 
 
@@ -92,13 +93,8 @@ def recall_steps(
 ) -> Generator[Collective, Tensor, Tensor]:
     """:func:`probe_recall` of one rank, on whole blocks; yields the collectives it needs."""
     tables = _recall_tables(index.documents, (last_q, segments), layout, cp_rank, q.device)
-    batch, _, heads, dim = q.shape
-    probe_q = q.new_zeros((batch, tables.probes.blocks.numel(), BLOCK, heads, dim))
-    for tile, block in tables.owned:
-        probe_q[:, tile] = q[:, block * BLOCK : (block + 1) * BLOCK]
-    if layout.cp_size > 1:
-        # Each row is non-zero on one rank only, so the sum is exact in any type.
-        probe_q = yield AllReduce(probe_q)
+    batch, _, heads, _ = q.shape
+    probe_q = yield from gather_probe_rows(q, tables.held, layout.cp_size)
     where = (tables.doc_start, tables.kv_blocks, scale)
     probes = tables.probes
     args = (probe_q, k, probes.blocks, probes.rows, probes.block_probes, *where)
@@ -144,10 +140,10 @@ class _Group:
 
 @dataclass(frozen=True)
 class _RecallTables:
-    """What depends on shapes alone, on the device: all tiles, who owns them, the groups, and documents of entries."""
+    """What depends on shapes alone, on the device: all tiles, who holds them, the groups, and documents of entries."""
 
     probes: ProbeTables
-    owned: tuple[tuple[int, int], ...]
+    held: HeldTiles
     groups: tuple[_Group, ...]
     doc_start: Tensor
     kv_blocks: Tensor
@@ -162,13 +158,11 @@ def _recall_tables(
     """The tables for (rows of a segment, segments of a document)."""
     probes = ProbeTables.make(documents, *probe_rows)
     mine = layout.block_position[cp_rank]
-    place = {block: number for number, block in enumerate(mine.tolist())}
-    owned = tuple((tile, place[block]) for tile, block in enumerate(probes.blocks.tolist()) if block in place)
     most = int((probes.block_probes[:, 1] - probes.block_probes[:, 0]).max())
     doc_of_block = documents.doc_id[mine.long()].long()
     return _RecallTables(
         probes=probes.to(device),
-        owned=owned,
+        held=HeldTiles.of(probes, layout, cp_rank),
         groups=tuple(_group(documents, probes, mine.long(), number, device) for number in range(most)),
         doc_start=document_table(documents, "doc_start", device),
         kv_blocks=mine.to(device),

@@ -107,10 +107,14 @@ SelectParams select_params(const Arguments& a, const Tensor& mass, const Tensor&
 void set_budget(const Arguments& a, SelectParams* p, int64_t digit_bits, int64_t mass_rounds, int64_t tie_rounds,
                 int64_t p_num, int64_t p_den, int64_t cap, bool all_lines) {
     check(digit_bits >= 1 && digit_bits <= 11, a.op(), ": digit_bits=", digit_bits, " must be in 1 ... 11");
-    check(mass_rounds > 0 && mass_rounds * digit_bits < 64 + digit_bits, a.op(), ": mass_rounds=", mass_rounds,
-          " must be positive and fit 64 bits");
-    check(tie_rounds >= 0 && tie_rounds * digit_bits < 64 + digit_bits, a.op(), ": tie_rounds=", tie_rounds,
-          " does not fit 64 bits");
+    const int64_t most = 63 / digit_bits;  // a round looks at the bits above its digit, too: by a shift of all digits
+    check(mass_rounds > 0 && mass_rounds <= most, a.op(), ": mass_rounds=", mass_rounds, " must be in 1 ... ", most,
+          " with digits of ", digit_bits, " bits");
+    check(tie_rounds >= 0 && tie_rounds <= most, a.op(), ": tie_rounds=", tie_rounds, " must be in 0 ... ", most,
+          " with digits of ", digit_bits, " bits");
+    // Rounds over ties count lines, and a histogram without a cap has no room for counts.
+    check(cap >= 0 || tie_rounds == 0, a.op(), ": tie_rounds=", tie_rounds, " without a cap, must be 0");
+    check(p_num >= 0 && p_den > 0, a.op(), ": a share of ", p_num, " / ", p_den, " is none");
     p->digit_bits = static_cast<int32_t>(digit_bits);
     p->mass_rounds = static_cast<int32_t>(mass_rounds);
     p->tie_rounds = static_cast<int32_t>(tie_rounds);

@@ -57,14 +57,36 @@ class ProbeSegment:
 
 
 @dataclass(frozen=True)
+class HeldTiles:
+    """Where the rows of the probe tiles lie.
+
+    Attributes:
+        tiles: number of tiles.
+        places: ``(tile, local block)`` of those whose rows this rank holds.
+        source: the rank that holds the rows of the first tile.
+    """
+
+    tiles: int
+    places: tuple[tuple[int, int], ...]
+    source: int
+
+    @classmethod
+    def of(cls, probes: ProbeTables, layout: Layout, cp_rank: int) -> HeldTiles:
+        """For tables on the CPU."""
+        blocks = probes.blocks.tolist()
+        local = {block: place for place, block in enumerate(layout.block_position[cp_rank].tolist())}
+        places = tuple((tile, local[block]) for tile, block in enumerate(blocks) if block in local)
+        return cls(len(blocks), places, int(layout.inverse("cpu")[blocks[0]]) // layout.local_blocks)
+
+
+@dataclass(frozen=True)
 class IndexTables:
     """Everything about one rank's part of an estimation that depends on shapes alone, on the device.
 
     Attributes:
         probes: the probe tiles.
         segments: the same by segment, the documents' ends first.
-        owned: ``(tile, local block)`` of the probe tiles whose rows this rank holds.
-        source: the rank that holds the rows of the first tile.
+        held: which probe tiles' rows this rank holds.
         doc_start: int32 ``[n]``.
         kv_blocks: int32 ``[local_blocks]``, global block of each local block.
         slash_segment, slash_tie: int32 ``[n]`` of the slash lines, see :func:`_slash_tables`.
@@ -74,8 +96,7 @@ class IndexTables:
 
     probes: ProbeTables
     segments: tuple[ProbeSegment, ...]
-    owned: tuple[tuple[int, int], ...]
-    source: int
+    held: HeldTiles
     doc_start: Tensor
     kv_blocks: Tensor
     slash_segment: Tensor
@@ -133,8 +154,6 @@ def index_tables(
 ) -> IndexTables:
     """The tables of one rank, made once per (documents, layout, config, device)."""
     probes = ProbeTables.make(documents, config.last_q, config.probe_segments)
-    local = {int(block): place for place, block in enumerate(layout.block_position[cp_rank].tolist())}
-    owned = tuple((tile, local[block]) for tile, block in enumerate(probes.blocks.tolist()) if block in local)
     blocks = layout.block_position[cp_rank]
     slash_segment, slash_tie, distance = _slash_tables(documents)
     column_segment, column_tie = _column_tables(documents, blocks)
@@ -144,8 +163,7 @@ def index_tables(
     return IndexTables(
         probes=probes.to(device),
         segments=tuple(segment.to(device) for segment in _probe_segments(probes, blocks, column_segment)),
-        owned=owned,
-        source=int(layout.inverse("cpu")[probes.blocks[0].long()]) // layout.local_blocks,
+        held=HeldTiles.of(probes, layout, cp_rank),
         doc_start=document_table(documents, "doc_start", device),
         kv_blocks=blocks.to(device),
         slash_segment=slash_segment.to(device),
@@ -226,18 +244,17 @@ class ProbeMass:
     probe_q: Tensor
 
 
-def gather_probe_rows(call: Estimation, tables: IndexTables) -> Steps:
-    """The probe rows ``[batch, tiles, 64, heads, head_dim]``, on every rank."""
-    batch, _, heads, dim = call.q.shape
-    tiles = tables.probes.blocks.numel()
-    blocks = {tile: call.q[:, block * BLOCK : (block + 1) * BLOCK] for tile, block in tables.owned}
-    if tiles == 1:  # of one rank
-        probe_q = blocks[0][:, None] if blocks else call.q.new_empty((batch, 1, BLOCK, heads, dim))
-        return probe_q if call.layout.cp_size == 1 else (yield Broadcast(probe_q, tables.source))
-    probe_q = call.q.new_zeros((batch, tiles, BLOCK, heads, dim))
+def gather_probe_rows(q: Tensor, held: HeldTiles, cp_size: int) -> Steps:
+    """The probe rows ``[batch, tiles, 64, heads, head_dim]``, on every rank, from its own queries ``q``."""
+    batch, _, heads, dim = q.shape
+    blocks = {tile: q[:, block * BLOCK : (block + 1) * BLOCK] for tile, block in held.places}
+    if held.tiles == 1:  # of one rank
+        probe_q = blocks[0][:, None] if blocks else q.new_empty((batch, 1, BLOCK, heads, dim))
+        return probe_q if cp_size == 1 else (yield Broadcast(probe_q, held.source))
+    probe_q = q.new_zeros((batch, held.tiles, BLOCK, heads, dim))
     for tile, rows in blocks.items():
         probe_q[:, tile] = rows
-    if call.layout.cp_size > 1:
+    if cp_size > 1:
         # Each row is non-zero on one rank only, so the sum is exact in any type.
         probe_q = yield AllReduce(probe_q)
     return probe_q
@@ -245,7 +262,7 @@ def gather_probe_rows(call: Estimation, tables: IndexTables) -> Steps:
 
 def probe_softmax(call: Estimation, tables: IndexTables) -> Generator[Collective, Tensor, Probes]:
     """Maximum and sum of the probe rows over the keys of all ranks."""
-    probe_q = yield from gather_probe_rows(call, tables)
+    probe_q = yield from gather_probe_rows(call.q, tables.held, call.layout.cp_size)
     probes, where = tables.probes, (tables.doc_start, tables.kv_blocks, call.scale)
     arguments = (probe_q, call.k, probes.blocks, probes.rows, probes.block_probes, *where)
     row_max = yield AllReduce(call.ops.probe_row_max(*arguments), "max")

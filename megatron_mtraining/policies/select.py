@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from fractions import Fraction
+from math import prod
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from ..budget import Selection
 from ..comm import AllReduce, Collective
 from ..ops import Operators
 from .estimation import Steps
+
+MOST_CLEARED_TOGETHER = 1 << 19
+"""int64 entries (4 MiB) of the histograms of a selection that are cleared at once."""
 
 
 def select_lines(
@@ -61,13 +65,24 @@ def select_over_ranks(
         return ops.select_lines(mass, segment, tie, documents, *selection.arguments), sums
     sizes = (*mass.shape[:2], documents, *selection.histogram_sizes)
     previous = state = None
-    for number, histogram in enumerate(mass.new_zeros((selection.rounds, *sizes)).unbind(0)):
+    for number, histogram in enumerate(_histograms(mass, selection.rounds, sizes)):
         state = ops.select_round_(mass, segment, tie, previous, state, histogram, number, *selection.arguments)
         if number == 0:
             previous, *sums = yield from _sums([histogram, *along])
         else:
             previous = yield AllReduce(histogram)
     return ops.select_pack(mass, segment, tie, previous, state, *selection.arguments), sums
+
+
+def _histograms(mass: Tensor, rounds: int, sizes: tuple[int, ...]) -> Iterator[Tensor]:
+    """Zeros ``sizes`` for each round: cleared together, one launch, while that is little memory. Those of many documents
+    are large, and are made when their round comes.
+    """
+    if rounds * prod(sizes) <= MOST_CLEARED_TOGETHER:
+        yield from mass.new_zeros((rounds, *sizes)).unbind(0)
+    else:
+        for _ in range(rounds):
+            yield mass.new_zeros(sizes)
 
 
 def _sums(tensors: list[Tensor]) -> Generator[Collective, Tensor, list[Tensor]]:

@@ -11,7 +11,7 @@ from megatron_mtraining.bitmap import unpack_bits
 from megatron_mtraining.budget import Selection
 from megatron_mtraining.comm import drive
 from megatron_mtraining.ops import Operators, reference
-from megatron_mtraining.policies.select import select_lines
+from megatron_mtraining.policies.select import MOST_CLEARED_TOGETHER, _histograms, select_lines
 from megatron_mtraining.testing import lockstep
 
 OPS = Operators(reference, 0)
@@ -81,19 +81,47 @@ def test_documents_are_selected_apart(documents: int) -> None:
                 assert found == expected
 
 
-def test_ranks_select_together() -> None:
-    mass = torch.randint(0, 2**38, (1, 2, 512)) >> torch.randint(0, 38, (1, 2, 512))
+@pytest.mark.parametrize("documents", [1, 3, 100])
+@pytest.mark.parametrize("cap", [None, 3])
+def test_ranks_select_together(documents: int, cap: int | None) -> None:
+    """Ranks with different numbers of lines, one of them with none; 100 documents: histograms cleared one by one."""
+    torch.manual_seed(documents)
+    mass = torch.randint(0, 2**38, (2, 6, 512)) >> torch.randint(0, 38, (2, 6, 512))
     tie = torch.arange(512, dtype=torch.int32)
-    segment = torch.zeros(512, dtype=torch.int32)
-    whole = select(mass, segment, tie, Fraction(19, 20), 30)
-    plan = Selection.make(Fraction(19, 20), 30, last_q=64, lines=512, documents=1)
+    segment = torch.arange(512, dtype=torch.int32) * documents // 512
+    whole = select(mass, segment, tie, Fraction(19, 20), cap)
+    plan = Selection.make(Fraction(19, 20), cap, last_q=64, lines=512, documents=documents)
     parts = lockstep(
         [
-            select_lines(mass[..., part], segment[part], tie[part], plan, 1, OPS, shared=False)
-            for part in (slice(0, 128), slice(128, 320), slice(320, 512))
+            select_lines(mass[..., part], segment[part], tie[part], plan, documents, OPS, shared=False)
+            for part in (slice(0, 128), slice(128, 320), slice(320, 320), slice(320, 512))
         ]
     )
     assert torch.equal(torch.cat(parts, -1), pack(whole))
+    assert 0 < int(whole.sum()) < whole.numel()
+
+
+@pytest.mark.parametrize(("documents", "together"), [(1, True), (100, False)])
+def test_histograms_of_many_documents_are_not_held_together(documents: int, together: bool) -> None:
+    plan = Selection.make(Fraction(19, 20), 3, last_q=64, lines=2**20, documents=documents)
+    sizes = (1, 16, documents, *plan.histogram_sizes)
+    found = list(_histograms(torch.zeros(1, dtype=torch.int64), plan.rounds, sizes))
+    assert len(found) == plan.rounds
+    for histogram in found:
+        assert histogram.shape == sizes and histogram.is_contiguous() and not histogram.any()
+        held = histogram.untyped_storage().nbytes()
+        assert held == (plan.rounds if together else 1) * histogram.nbytes
+        assert not together or held <= 8 * MOST_CLEARED_TOGETHER
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_only_the_first_round_begins_with_nothing(number: int) -> None:
+    mass, lines = torch.ones(1, 1, 10, dtype=torch.int64), torch.zeros(10, dtype=torch.int32)
+    histogram, state = torch.zeros(1, 1, 1, 1, 256, dtype=torch.int64), torch.zeros(1, 1, 1, 8, dtype=torch.int64)
+    budget = (8, 5, 0, 9, 10, -1, False)
+    before = (histogram.clone(), state) if number == 0 else (None, None)
+    with pytest.raises(RuntimeError, match="select_round_: previous and state belong to every round but the first"):
+        torch.ops.megatron_mtraining.select_round_(mass, lines, lines, *before, histogram, number, *budget)
 
 
 def pack(bits: torch.Tensor) -> torch.Tensor:

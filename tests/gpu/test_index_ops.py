@@ -1,6 +1,7 @@
 """Index kernels against the reference: selection and columns exactly, probe scores to fp32 accuracy."""
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -179,6 +180,23 @@ def test_selection_is_exactly_the_reference(ops, kind, lines, documents, all_lin
             unpack_bits(kept, lines)[..., segment == document].sum(-1).max() for document in range(documents)
         ]
         assert max(int(count) for count in per_document) <= cap
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        ((12, 4, 0, 9, 10, -1), "digit_bits=12 must be in 1 ... 11"),
+        ((8, 8, 0, 9, 10, -1), "mass_rounds=8 must be in 1 ... 7 with digits of 8 bits"),
+        ((8, 5, 8, 9, 10, 25), "tie_rounds=8 must be in 0 ... 7 with digits of 8 bits"),
+        ((8, 5, 1, 9, 10, -1), "tie_rounds=1 without a cap, must be 0"),
+        ((8, 5, 0, 9, 0, -1), "a share of 9 / 0 is none"),
+    ],
+)
+def test_budgets_that_are_refused(ops, budget: tuple[int, ...], message: str) -> None:  # type: ignore[no-untyped-def]
+    mass = torch.ones(1, 2, 70, dtype=torch.int64, device="cuda")
+    lines = torch.zeros(70, dtype=torch.int32, device="cuda")
+    with pytest.raises(RuntimeError, match=f"select_lines: {re.escape(message)}"):
+        ops.select_lines(mass, lines, lines, 1, *budget, False)
 
 
 @pytest.mark.parametrize("heads", [2, 6])

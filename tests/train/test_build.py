@@ -121,6 +121,56 @@ def test_the_number_of_compilers_at_once(root: Path, jobs: str | None, expected:
         )
 
 
+@pytest.mark.usefixtures("no_cuda_variables")
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (None, "no CUDA compiler: {nvcc} does not exist"),
+        ("echo 'Cuda compilation tools, release 12.0, V12.0.1'", "{nvcc} is CUDA 12.0: CUDA >= 12.4 is needed"),
+        ("exit 1", "{nvcc} --version does not answer like a CUDA compiler"),
+    ],
+)
+def test_cmake_names_the_compiler_that_will_not_do(
+    root: Path, tmp_path: Path, script: str | None, message: str
+) -> None:
+    """No nvcc in CUDA_HOME, one that is too old, one that does not work: one message each, before any compile."""
+    if shutil.which("cmake") is None:
+        pytest.skip("needs cmake")
+    nvcc = tmp_path / "bin" / "nvcc"
+    if script is not None:
+        stub(nvcc, script)
+    run = subprocess.run(
+        ["cmake", "-P", root / "csrc" / "cmake" / "CudaCompiler.cmake"], env={**os.environ, "CUDA_HOME": str(tmp_path)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode != 0
+    assert "".join(message.format(nvcc=nvcc).split()) in "".join(run.stderr.split())  # CMake breaks lines
+
+
+@pytest.mark.parametrize(
+    ("report", "status", "expected"),
+    [
+        ("    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", 0, 0),
+        ("    16 bytes stack frame, 20 bytes spill stores, 20 bytes spill loads", 0, 1),
+        ("    8 bytes stack frame, 0 bytes spill stores, 4 bytes spill loads", 0, 1),
+        ("ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized", 0, 1),
+        ("ptxas info    : (C7508) setmaxnreg ignored to maintain minimum register requirements.", 0, 1),
+        ("x.cu(3): error: expected a declaration", 2, 2),
+    ],
+)
+def test_the_build_refuses_what_the_compiler_only_reports(
+    root: Path, tmp_path: Path, report: str, status: int, expected: int
+) -> None:
+    """Spills and ignored instructions fail a compile, with what was said; other failures keep their status."""
+    compiler = stub(tmp_path / "compiler", f"echo '{report}' >&2; exit {status}")
+    run = subprocess.run(
+        ["sh", root / "csrc" / "cmake" / "checked_nvcc.sh", compiler], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == expected
+    assert (report in run.stdout) == (expected != 0)
+    assert ("the build refuses them" in run.stderr) == (expected == 1)
+
+
 def find_python(folder: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
     """The finder with nothing but stubs of `folder` and the shell's own tools on its PATH, and an empty home."""
     environment = {"PATH": str(folder), "HOME": str(folder / "home"), **variables}

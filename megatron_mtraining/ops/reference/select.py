@@ -113,6 +113,8 @@ def select_round_(
 ) -> Tensor:
     """One round: narrows by the histogram of the round before, adds the lines to ``histogram``; the narrowed state."""
     digits = (digit_bits, mass_rounds, tie_rounds)
+    if (previous is None, state is None) != (round == 0, round == 0):
+        raise RuntimeError("megatron_mtraining: select_round_: previous and state belong to every round but the first")
     if previous is None or state is None:
         narrowed = mass.new_zeros((*histogram.shape[:3], STATE_FIELDS))
     else:
