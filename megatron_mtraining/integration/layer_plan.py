@@ -21,6 +21,10 @@ SHARE_STEP = 0.001
 """A schedule changes top-p by multiples of this, so that it passes through few different configs."""
 
 
+WITHOUT_TOP_P = ("fixed", "moba")
+"""Index policies that a top-p says nothing to."""
+
+
 @dataclass(frozen=True)
 class LayerPlan:
     """What differs from the attention's config by layer and by step.
@@ -208,6 +212,11 @@ def check_plan(plan: LayerPlan, config: MTrainingConfig, layers: int, named: Cal
     if config.dense and plan != LayerPlan():
         given = next(name for name in PLAN_OPTIONS if getattr(plan, name))
         raise RefusedError(f"{named(given)}: {named('dense')} makes every layer and step dense; drop one of them")
+    shares = next((name for name in ("layer_top_p", "top_p_schedule") if getattr(plan, name)), None)
+    if shares and config.index_policy in WITHOUT_TOP_P:
+        raise RefusedError(
+            f"{named(shares)}: {named('index_policy')} {config.index_policy} has no top-p; drop one of them"
+        )
     if plan.top_p_schedule is not None:
         _check_schedule(plan.top_p_schedule, config, named)
 
