@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -124,6 +125,26 @@ def test_bridge_takes_a_recipe_at_its_size(
     config.runtime_config_update(cfg)
     assert cfg.data_parallel_size == 1
     assert cfg.model.bf16
+
+
+def test_the_small_run_of_the_page_is_longer_than_its_warmup(
+    bridge: Any, no_nvte: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron's scheduler stops a run that is not, with an assertion that says nothing."""
+    from megatron.bridge.training import config
+
+    from megatron_mtraining.bridge import apply_overrides, recipes
+
+    page = (ROOT / "docs" / "from_hf_to_512k.md").read_text()
+    name, words = re.search(r"`(\w+_1gpu_\w+_config) ([^`]+)`", page).groups()  # type: ignore[union-attr]
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    cfg = getattr(recipes, name)()
+    apply_overrides(cfg, words.split())
+    cfg.env_vars = {}
+    cfg.model.apply_rope_fusion = False  # needs Transformer Engine
+    config.runtime_config_update(cfg)
+    assert cfg.train.train_iters < 10
+    assert cfg.scheduler.lr_warmup_steps < cfg.scheduler.lr_decay_steps
 
 
 def test_no_recipe_is_untested(bridge: Any) -> None:
