@@ -20,11 +20,18 @@ import nemo_run as run
 SCRIPT = Path(__file__).resolve().with_name("run_recipe.py")
 
 
+def count(text: str) -> int:
+    """A number from 1 up."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be a number from 1 up")
+    return int(text)
+
+
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The launcher's options, and the words for `run_recipe.py`."""
     parser = argparse.ArgumentParser(description="Start a recipe with NeMo-Run.")
-    parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--gpus", type=int, default=8, help="GPUs of a node")
+    parser.add_argument("--nodes", type=count, default=1)
+    parser.add_argument("--gpus", type=count, default=8, help="GPUs of a node")
     parser.add_argument(
         "--slurm", nargs=2, metavar=("ACCOUNT", "PARTITION"), help="submit to Slurm (default: run here)"
     )
@@ -38,8 +45,11 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     words = list(argv[split + 1 :])
     if not words:
         parser.error("name the recipe after --")
-    if args.nodes > 1 and not args.slurm:
-        parser.error(f"--nodes {args.nodes}: more than one node needs --slurm")
+    if not args.slurm:
+        if args.nodes > 1:
+            parser.error(f"--nodes {args.nodes}: more than one node needs --slurm")
+        if args.image or args.mount:
+            parser.error(f"{'--image' if args.image else '--mount'}: a container needs --slurm")
     return args, words
 
 

@@ -65,16 +65,22 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
-    from megatron_mtraining.bridge import apply_overrides, recipes
+    from megatron.bridge.training.utils.omegaconf_utils import OverridesError
+
+    from megatron_mtraining.bridge import apply_overrides, describe, recipes
 
     if args.list:
         print("\n".join(recipes.__all__))
         return
     cfg = load_recipe(args.recipe, args.peft_scheme)
-    callback = apply_overrides(cfg, args.overrides)
+    try:
+        callback = apply_overrides(cfg, args.overrides)
+    except OverridesError as error:
+        raise RefusedError(" ".join(str(error).split())) from error
     callback.path = args.metrics
     if args.dry_run:
         cfg.print_yaml()
+        print(f"# attention: {describe(cfg)}")  # Bridge's config holds nothing of it; a comment keeps the text YAML
         return
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain

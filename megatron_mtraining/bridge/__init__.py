@@ -16,8 +16,10 @@ import importlib
 from typing import Any
 
 __all__ = [
+    "LayerPlan",
     "MTrainingCallback",
     "apply_overrides",
+    "describe",
     "enable",
     "export_hf_adapter",
     "export_hf_checkpoint",
@@ -29,8 +31,10 @@ __all__ = [
 ]
 
 _LAZY = {
+    "LayerPlan": "hook",
     "MTrainingCallback": "callback",
     "apply_overrides": "overrides",
+    "describe": "enabling",
     "enable": "enabling",
     "export_hf_adapter": "conversion",
     "export_hf_checkpoint": "conversion",

@@ -32,15 +32,13 @@ def import_hf_checkpoint(source: str | os.PathLike[str], target: str | os.PathLi
 
     Args:
         source: folder of the model, such as :func:`.extend_hf_config` makes.
-        target: folder of the checkpoint, for ``checkpoint.pretrained_checkpoint``.
+        target: folder of the checkpoint, for ``checkpoint.pretrained_checkpoint``; to be made, or empty.
 
     Raises:
-        RefusedError: if ``source`` is not the folder of a model.
+        RefusedError: if ``source`` is not the folder of a model that Bridge knows, or ``target`` holds files.
     """
-    from megatron.bridge import AutoBridge
-
-    _refuse_no_model(source)
-    bridge = AutoBridge.from_hf_pretrained(os.fspath(source))
+    bridge = _bridge_of(source)
+    _refuse_used(target)
     provider = bridge.to_megatron_provider(load_weights=True)
     drop_missing_fusion(provider)
     provider.finalize()
@@ -59,16 +57,16 @@ def export_hf_checkpoint(
         model: folder of the Hugging Face model that was imported: the extended one, whose config is copied. With the
             original one, the trained weights would be used with the wrong angles.
         source: folder of checkpoints (``checkpoint.save``).
-        target: folder to make.
+        target: folder to make, or an empty one.
 
     Raises:
-        RefusedError: if ``model`` is not the folder of a model, or ``source`` holds no checkpoint.
+        RefusedError: if ``model`` is not the folder of a model that Bridge knows, ``source`` holds no checkpoint, or
+            ``target`` holds files: those of :func:`.extend_hf_config` are links to the original weights.
     """
-    from megatron.bridge import AutoBridge
-
-    _refuse_no_model(model)
+    bridge = _bridge_of(model)
     newest = _newest(source)
-    AutoBridge.from_hf_pretrained(os.fspath(model)).export_ckpt(os.fspath(newest), os.fspath(target))
+    _refuse_used(target)
+    bridge.export_ckpt(os.fspath(newest), os.fspath(target))
 
 
 def export_hf_adapter(
@@ -81,16 +79,14 @@ def export_hf_adapter(
     Args:
         model: folder of the Hugging Face model that was imported: the extended one.
         source: folder of checkpoints (``checkpoint.save``).
-        target: folder to make.
+        target: folder to make, or an empty one.
 
     Raises:
         RefusedError: as for :func:`export_hf_checkpoint`.
     """
-    from megatron.bridge import AutoBridge
-
-    _refuse_no_model(model)
+    bridge = _bridge_of(model)
     newest = _newest(source)
-    bridge = AutoBridge.from_hf_pretrained(os.fspath(model))
+    _refuse_used(target)
     original = bridge.to_megatron_provider
 
     def to_megatron_provider(*args: Any, **named: Any) -> Any:
@@ -103,13 +99,35 @@ def export_hf_adapter(
 
 
 def _newest(folder: str | os.PathLike[str]) -> Path:
-    """The newest checkpoint of a folder."""
+    """The newest checkpoint of a folder that was written to its end: Megatron notes it when a save is complete."""
     found = sorted(Path(folder).glob("iter_*"))
     if not found:
-        raise RefusedError(f"{os.fspath(folder)}: no checkpoint there (iter_...)")
-    return found[-1]
+        raise RefusedError(f"{os.fspath(folder)}: no checkpoint there; give the folder that holds iter_...")
+    tracker = Path(folder) / "latest_checkpointed_iteration.txt"
+    number = tracker.read_text().strip() if tracker.is_file() else ""
+    complete = Path(folder) / f"iter_{int(number):07d}" if number.isdigit() else found[-1]
+    if not complete.is_dir():
+        raise RefusedError(
+            f"{tracker} names {complete.name}, which is not there; there are {found[0].name} to {found[-1].name}"
+        )
+    return complete
 
 
-def _refuse_no_model(folder: str | os.PathLike[str]) -> None:
+def _bridge_of(folder: str | os.PathLike[str]) -> Any:
+    """Bridge's converter for the Hugging Face model of a folder."""
+    from megatron.bridge import AutoBridge
+
     if not (Path(folder) / "config.json").is_file():
         raise RefusedError(f"{os.fspath(folder)}: no config.json there; give the folder of a Hugging Face model")
+    try:
+        return AutoBridge.from_hf_pretrained(os.fspath(folder))
+    except ValueError as error:  # Bridge's message for an architecture that it does not know is a page
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        raise RefusedError(f"{os.fspath(folder)}: Megatron-Bridge refuses the model: {first}") from error
+
+
+def _refuse_used(folder: str | os.PathLike[str]) -> None:
+    """Nothing is overwritten."""
+    path = Path(folder)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise RefusedError(f"{os.fspath(folder)}: exists; give a folder to make")

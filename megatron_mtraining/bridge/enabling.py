@@ -73,6 +73,23 @@ def is_enabled(cfg: Any) -> bool:
     return any(isinstance(hook, PreWrapHook) for hook in hooks_of(cfg.model))
 
 
+def describe(cfg: Any) -> str:
+    """What :func:`enable` was told for ``cfg`` last, in one line: options that are not the defaults, layout mode and plan."""
+    settings = next((hook.settings for hook in hooks_of(cfg.model) if isinstance(hook, PreWrapHook)), None)
+    if settings is None:
+        return "Bridge's own"
+    default = MTrainingConfig()
+    values = {name: getattr(settings.config, name) for name in MTrainingConfig.__dataclass_fields__}
+    shown = [f"top_p={settings.config.top_p}"]
+    shown += [
+        f"{name}={value}" for name, value in values.items() if name != "top_p" and value != getattr(default, name)
+    ]
+    shown.append(f"layout_mode={settings.layout_mode}")
+    shown += ["inner_across_hosts=True"] if settings.inner_across_hosts else []
+    plan = settings.plan.describe()
+    return ", ".join(shown) + (plan and "; " + plan)
+
+
 def _remember(model_config: Any, settings: Settings) -> None:
     """Keeps the settings of a builder's config, and makes Bridge's training loop look whether its hook is still there."""
     _builders[:] = [(ref, kept) for ref, kept in _builders if ref() is not None and ref() is not model_config]

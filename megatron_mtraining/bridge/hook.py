@@ -17,7 +17,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.integration import RefusedError, groups, hooks, layout_mode, model_check, runtime
 from megatron_mtraining.integration.core_attention import MTrainingCoreAttention
-from megatron_mtraining.integration.layer_plan import LayerPlan
+from megatron_mtraining.integration.layer_plan import LayerPlan, check_plan, layers_of
 from megatron_mtraining.integration.options import BACKEND
 from megatron_mtraining.integration.rebind import Rebinding, rebind
 from megatron_mtraining.integration.refusals import refuse
@@ -33,6 +33,9 @@ BUILDER_HOOKS = "pre_wrap_hooks"
 """The same of a model builder's config: a field that its serialisation leaves out."""
 
 LAYER_SPEC = "transformer_layer_spec"
+
+PREFIX = "mtraining."
+"""Before the names of the attention's options, in overrides and messages."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,8 @@ class PreWrapHook:
         """
         refuse_container(cfg)
         refuse(cfg.model)
+        if self.settings.plan != LayerPlan():
+            check_plan(self.settings.plan, self.settings.config, layers_of(cfg.model), PREFIX.__add__)
         seq_len = getattr(cfg.model, "seq_length", None)
         if seq_len is not None:
             mode = layout_mode.choose_layout_mode(self.settings.layout_mode, cfg.model, self.settings.config)

@@ -10,22 +10,23 @@ from typing import Any
 
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.integration import RefusedError
+from megatron_mtraining.integration.layer_plan import PLAN_OPTIONS, LayerPlan, check_plan, layers_of, parse_plan_option
 
 from .callback import MTrainingCallback
 from .enabling import enable
-from .hook import PreWrapHook, Settings, hooks_of
+from .hook import PREFIX, PreWrapHook, Settings, hooks_of
 
-PREFIX = "mtraining."
 OURS = ("layout_mode", "inner_across_hosts")
-"""Arguments of :func:`.enable` that are no fields of the attention's config."""
+"""Arguments of :func:`.enable` that are no fields of the attention's config, nor of the plan."""
 
 
 def apply_overrides(cfg: Any, overrides: Sequence[str]) -> MTrainingCallback:
     """Applies ``key=value`` overrides and enables MTraining attention, keeping what :func:`.enable` was told before.
 
     ``mtraining.top_p=0.95`` sets an option of the attention (a field of :class:`MTrainingConfig`, ``layout_mode`` or
-    ``inner_across_hosts``); all others go to Bridge, in Hydra's syntax. Setting ``model.seq_length`` also sets
-    ``dataset.seq_length`` unless that is given, because Bridge demands that they agree.
+    ``inner_across_hosts``) or of the plan, written as Megatron's options are (``mtraining.dense_layers=7,18``, layers from
+    0; ``dense_steps``, ``layer_top_p``, ``top_p_schedule``); all others go to Bridge, in Hydra's syntax. Setting
+    ``model.seq_length`` also sets ``dataset.seq_length`` unless that is given, because Bridge demands that they agree.
 
     Args:
         cfg: Bridge's ``ConfigContainer``; changed in place.
@@ -47,7 +48,7 @@ def apply_overrides(cfg: Any, overrides: Sequence[str]) -> MTrainingCallback:
     if theirs:
         process_config_with_overrides(cfg, cli_overrides=_with_sequence_length(theirs))
         hooks_of(cfg.model)[:] = others  # Bridge rebuilds a builder config's list without the functions in it
-    settings = _changed(before or Settings(MTrainingConfig()), ours)
+    settings = _changed(before or Settings(MTrainingConfig()), ours, cfg.model)
     return enable(
         cfg,
         settings.config,
@@ -64,22 +65,36 @@ def _with_sequence_length(words: list[str]) -> list[str]:
     return words
 
 
-def _changed(settings: Settings, words: list[str]) -> Settings:
+def _changed(settings: Settings, words: list[str], model_config: Any) -> Settings:
     hints = typing.get_type_hints(MTrainingConfig) | {"layout_mode": str, "inner_across_hosts": bool}
     values: dict[str, Any] = {}
+    plan: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.removeprefix(PREFIX).partition("=")
-        if name not in hints:
-            raise RefusedError(f"{PREFIX}{name}: no such option; valid: {', '.join(sorted(hints))}")
+        if name not in hints and name not in PLAN_OPTIONS:
+            raise RefusedError(f"{PREFIX}{name}: no such option; valid: {', '.join(sorted({*hints, *PLAN_OPTIONS}))}")
         if not equals:
             raise RefusedError(f"{word}: write {word}=VALUE")
-        values[name] = _parse(name, text, hints[name])
+        if name in PLAN_OPTIONS:
+            plan[name] = _parse_plan(name, text, model_config)
+        else:
+            values[name] = _parse(name, text, hints[name])
     mine = {name: values.pop(name) for name in OURS if name in values}
     try:
         config = dataclasses.replace(settings.config, **values)
     except ValueError as error:
         raise RefusedError(PREFIX + str(error)) from error
-    return dataclasses.replace(settings, config=config, **mine)
+    changed = dataclasses.replace(settings, config=config, plan=dataclasses.replace(settings.plan, **plan), **mine)
+    if plan:
+        check_plan(changed.plan, config, layers_of(model_config), PREFIX.__add__)
+    return changed
+
+
+def _parse_plan(name: str, text: str, model_config: Any) -> Any:
+    """A field of the plan; ``none`` takes back what was set before."""
+    if text.lower() in ("none", "null"):
+        return getattr(LayerPlan(), name)
+    return parse_plan_option(name, PREFIX + name, text, layers_of(model_config))
 
 
 def _parse(name: str, text: str, hint: Any) -> Any:

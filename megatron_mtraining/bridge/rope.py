@@ -30,9 +30,14 @@ def extended_config(config: dict[str, Any], seq_length: int) -> dict[str, Any]:
         seq_length: tokens of a sequence.
 
     Raises:
-        RefusedError: for a rotary embedding that cannot be extended; names its type.
+        RefusedError: for a rotary embedding that cannot be extended; names its type. For a config without a length, and
+            for a length that is not positive.
     """
-    length = config["max_position_embeddings"]
+    length = config.get("max_position_embeddings")
+    if seq_length < 1:
+        raise RefusedError(f"seq_length {seq_length}: must be a number of tokens, 1 or more")
+    if not isinstance(length, int) or length < 1:
+        raise RefusedError(f"max_position_embeddings {length}: the config must name the model's length")
     if seq_length <= length:
         return dict(config)
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
@@ -64,15 +69,23 @@ def extend_hf_config(source: str | os.PathLike[str], target: str | os.PathLike[s
         ``target``.
 
     Raises:
-        RefusedError: if ``source`` holds no ``config.json``, ``target`` exists, or the embedding cannot be extended.
+        RefusedError: if ``source`` holds no ``config.json`` that can be read, ``target`` exists or cannot be made, or the
+            embedding cannot be extended.
     """
     source, target = Path(source).resolve(), Path(target)
     if not (source / CONFIG).is_file():
         raise RefusedError(f"{source}: no {CONFIG} there; give the folder of a downloaded Hugging Face model")
     if target.exists():
         raise RefusedError(f"{target}: exists; give a folder to make")
-    config = extended_config(json.loads((source / CONFIG).read_text()), seq_length)
-    target.mkdir(parents=True)
+    try:
+        read = json.loads((source / CONFIG).read_text())
+    except ValueError as error:
+        raise RefusedError(f"{source / CONFIG}: no JSON: {error}") from error
+    config = extended_config(read, seq_length)
+    try:
+        target.mkdir(parents=True)
+    except OSError as error:
+        raise RefusedError(f"{target}: cannot make the folder: {error.strerror}") from error
     for file in source.iterdir():
         if file.is_file() and file.name != CONFIG:
             (target / file.name).symlink_to(file)

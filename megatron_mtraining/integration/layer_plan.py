@@ -7,7 +7,7 @@ number of steps done, so a resumed run goes on where it stopped, and nothing has
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -21,14 +21,18 @@ SHARE_STEP = 0.001
 """A schedule changes top-p by multiples of this, so that it passes through few different configs."""
 
 
+WITHOUT_TOP_P = ("fixed", "moba")
+"""Index policies that a top-p says nothing to."""
+
+
 @dataclass(frozen=True)
 class LayerPlan:
     """What differs from the attention's config by layer and by step.
 
     Attributes:
-        dense_layers: layers that are always dense.
+        dense_layers: layers, from 0, that are always dense.
         dense_steps: steps from the beginning of training in which every layer is dense.
-        layer_top_p: (layer, top-p) of layers with a share of their own.
+        layer_top_p: (layer, top-p) of layers, from 0, with a share of their own.
         top_p_schedule: (first, last, steps): top-p of the other layers goes from one to the other over the first steps of
             training, linearly, and stays there.
     """
@@ -127,6 +131,33 @@ def _parse_schedule(option: str, text: str) -> tuple[float, float, int]:
     return _share(option, text, parts[0]), _share(option, text, parts[1]), int(parts[2])
 
 
+PLAN_OPTIONS = ("dense_layers", "dense_steps", "layer_top_p", "top_p_schedule")
+"""The fields of :class:`LayerPlan`, which are the names of its options, too."""
+
+
+def parse_plan_option(name: str, option: str, value: Any, layers: int) -> Any:
+    """The value of a field of :class:`LayerPlan` that an option stands for.
+
+    Args:
+        name: of the field.
+        option: the option as the user writes it, for messages.
+        value: its text; a number for ``dense_steps``.
+        layers: of the whole model, with those of multi-token prediction.
+
+    Raises:
+        RefusedError: naming the option, its value and the valid ones.
+    """
+    if name == "dense_layers":
+        return frozenset(parse_numbers(option, value, 0, layers - 1))
+    if name == "layer_top_p":
+        return _parse_layer_top_p(option, value, layers)
+    if name == "top_p_schedule":
+        return _parse_schedule(option, value)
+    if not str(value).isdigit():
+        raise RefusedError(f"{option} {value}: must be a number of steps, 0 or more")
+    return int(value)
+
+
 def plan_from_args(args: Any, config: MTrainingConfig) -> LayerPlan:
     """The plan that the options describe.
 
@@ -137,41 +168,67 @@ def plan_from_args(args: Any, config: MTrainingConfig) -> LayerPlan:
     Raises:
         RefusedError: for a value that is not valid or options that contradict each other; names them.
     """
-    dense_layers, dense_steps = args.mtraining_dense_layers, args.mtraining_dense_steps
-    layer_top_p, schedule = args.mtraining_layer_top_p, args.mtraining_top_p_schedule
-    names = {name: option_name(name) for name in ("dense_layers", "dense_steps", "layer_top_p", "top_p_schedule")}
-    if dense_steps < 0:
-        raise RefusedError(f"{names['dense_steps']} {dense_steps}: must be a number of steps, 0 or more")
-    layers = args.num_layers + (getattr(args, "mtp_num_layers", None) or 0)
+    layers = layers_of(args)
+    given = {name: value for name in PLAN_OPTIONS if (value := getattr(args, "mtraining_" + name))}
     plan = LayerPlan(
-        frozenset(parse_numbers(names["dense_layers"], dense_layers, 0, layers - 1) if dense_layers else ()),
-        dense_steps,
-        _parse_layer_top_p(names["layer_top_p"], layer_top_p, layers) if layer_top_p else (),
-        _parse_schedule(names["top_p_schedule"], schedule) if schedule else None,
+        **{name: parse_plan_option(name, option_name(name), value, layers) for name, value in given.items()}
     )
-    both = sorted(plan.dense_layers & dict(plan.layer_top_p).keys())
-    if both:
-        raise RefusedError(f"{names['dense_layers']} {dense_layers}: layer {both[0]} also has {names['layer_top_p']}")
-    if config.dense and plan != LayerPlan():
-        given = next(names[name] for name in names if getattr(args, "mtraining_" + name))
-        raise RefusedError(f"{given}: {option_name('dense')} makes every layer and step dense; drop one of them")
-    if schedule:
-        _check_schedule(names["top_p_schedule"], schedule, plan, config)
+    check_plan(plan, config, layers, option_name)
     return plan
 
 
-def _check_schedule(option: str, text: str, plan: LayerPlan, config: MTrainingConfig) -> None:
+def layers_of(model: Any) -> int:
+    """Layers of the whole model, those of multi-token prediction after the others; of Megatron's arguments or config.
+
+    Raises:
+        RefusedError: if the number is not known yet.
+    """
+    if not model.num_layers:
+        raise RefusedError("num_layers is not set: a plan by layer or step needs it")
+    return int(model.num_layers) + (getattr(model, "mtp_num_layers", None) or 0)
+
+
+def check_plan(plan: LayerPlan, config: MTrainingConfig, layers: int, named: Callable[[str], str]) -> None:
+    """Refuses a plan that does not fit the model or contradicts the config or itself.
+
+    Args:
+        plan: from options or made in code.
+        config: the attention's config.
+        layers: of the whole model.
+        named: the option of a field of the plan or of the config as the user writes it, for messages.
+
+    Raises:
+        RefusedError: naming the option, its value and what to do.
+    """
+    own = dict(plan.layer_top_p)
+    for name, numbers in (("dense_layers", plan.dense_layers), ("layer_top_p", own)):
+        beyond = [number for number in numbers if not 0 <= number < layers]
+        if beyond:
+            raise RefusedError(f"{named(name)}: there is no layer {beyond[0]}; valid: 0 to {layers - 1}")
+    both = sorted(own.keys() & set(plan.dense_layers))
+    if both:
+        shown = _ranges(plan.dense_layers)
+        raise RefusedError(f"{named('dense_layers')} {shown}: layer {both[0]} also has {named('layer_top_p')}")
+    if config.dense and plan != LayerPlan():
+        given = next(name for name in PLAN_OPTIONS if getattr(plan, name))
+        raise RefusedError(f"{named(given)}: {named('dense')} makes every layer and step dense; drop one of them")
+    shares = next((name for name in ("layer_top_p", "top_p_schedule") if getattr(plan, name)), None)
+    if shares and config.index_policy in WITHOUT_TOP_P:
+        raise RefusedError(
+            f"{named(shares)}: {named('index_policy')} {config.index_policy} has no top-p; drop one of them"
+        )
+    if plan.top_p_schedule is not None:
+        _check_schedule(plan.top_p_schedule, config, named)
+
+
+def _check_schedule(schedule: tuple[float, float, int], config: MTrainingConfig, named: Callable[[str], str]) -> None:
     """Refuses a share of its own beside a schedule, which would silently win or lose."""
+    option = f"{named('top_p_schedule')} {':'.join(f'{number:g}' for number in schedule)}"
     for name in ("vertical_top_p", "slash_top_p"):
         if getattr(config, name) is not None:
-            raise RefusedError(
-                f"{option} {text}: {option_name(name)} {getattr(config, name)} would not follow it; drop one"
-            )
-    assert plan.top_p_schedule is not None
-    if config.top_p not in (MTrainingConfig.top_p, plan.top_p_schedule[1]):
-        raise RefusedError(
-            f"{option} {text}: ends at {plan.top_p_schedule[1]}, {option_name('top_p')} is {config.top_p}; drop one of them"
-        )
+            raise RefusedError(f"{option}: {named(name)} {getattr(config, name)} would not follow it; drop one")
+    if config.top_p not in (MTrainingConfig.top_p, schedule[1]):
+        raise RefusedError(f"{option}: ends at {schedule[1]}, {named('top_p')} is {config.top_p}; make them the same")
 
 
 def _ranges(numbers: Iterable[int]) -> str:

@@ -100,6 +100,25 @@ def test_a_plan_by_layer_and_by_step(on_cpu: None, capsys: pytest.CaptureFixture
         runtime.current().steps_done()
 
 
+@pytest.mark.parametrize(
+    ("plan", "dense", "message"),
+    [
+        (LayerPlan(dense_layers=frozenset({2})), False, r"mtraining\.dense_layers: there is no layer 2; valid: 0 to 1"),
+        (LayerPlan(layer_top_p=((-1, 0.9),)), False, r"mtraining\.layer_top_p: there is no layer -1; valid: 0 to 1"),
+        (LayerPlan(dense_layers=frozenset({1}), layer_top_p=((1, 0.9),)), False, "layer 1 also has"),
+        (LayerPlan(dense_steps=3), True, r"mtraining\.dense_steps: mtraining\.dense makes every layer and step dense"),
+    ],
+)
+def test_a_plan_made_in_code_is_checked_against_the_model(
+    on_cpu: None, plan: LayerPlan, dense: bool, message: str
+) -> None:
+    cfg = container()
+    settings = replace(SETTINGS, plan=plan, config=replace(SETTINGS.config, dense=dense))
+    cfg.model.register_pre_wrap_hook(PreWrapHook(settings, cfg))
+    with pytest.raises(RefusedError, match=message):
+        cfg.model.build()
+
+
 def test_a_spec_object_is_swapped_in_the_built_model(on_cpu: None) -> None:
     cfg = container(transformer_layer_spec=local_spec(None))
     before = cfg.model.transformer_layer_spec

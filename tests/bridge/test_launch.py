@@ -67,7 +67,14 @@ def test_here_torchrun_starts_a_process_a_gpu(launch: ModuleType) -> None:
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(["--gpus", "8"], "name the recipe after --"), (["--nodes", "2", "--", "recipe"], "needs --slurm")],
+    [
+        (["--gpus", "8"], "name the recipe after --"),
+        (["--nodes", "2", "--", "recipe"], "needs --slurm"),
+        (["--nodes", "0", "--", "recipe"], "argument --nodes: 0: must be a number from 1 up"),
+        (["--gpus", "many", "--", "recipe"], "argument --gpus: many: must be a number from 1 up"),
+        (["--image", "nemo:25", "--", "recipe"], "--image: a container needs --slurm"),
+        (["--mount", "/data", "--", "recipe"], "--mount: a container needs --slurm"),
+    ],
 )
 def test_mistakes_are_named(launch: ModuleType, words: list[str], message: str, capsys: Any) -> None:
     with pytest.raises(SystemExit):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch
 
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.integration import RefusedError
+from megatron_mtraining.integration.layer_plan import LayerPlan
 
 pytestmark = pytest.mark.bridge
 
@@ -122,6 +125,26 @@ def test_bridge_takes_a_recipe_at_its_size(
     config.runtime_config_update(cfg)
     assert cfg.data_parallel_size == 1
     assert cfg.model.bf16
+
+
+def test_the_small_run_of_the_page_is_longer_than_its_warmup(
+    bridge: Any, no_nvte: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron's scheduler stops a run that is not, with an assertion that says nothing."""
+    from megatron.bridge.training import config
+
+    from megatron_mtraining.bridge import apply_overrides, recipes
+
+    page = (ROOT / "docs" / "from_hf_to_512k.md").read_text()
+    name, words = re.search(r"`(\w+_1gpu_\w+_config) ([^`]+)`", page).groups()  # type: ignore[union-attr]
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    cfg = getattr(recipes, name)()
+    apply_overrides(cfg, words.split())
+    cfg.env_vars = {}
+    cfg.model.apply_rope_fusion = False  # needs Transformer Engine
+    config.runtime_config_update(cfg)
+    assert cfg.train.train_iters < 10
+    assert cfg.scheduler.lr_warmup_steps < cfg.scheduler.lr_decay_steps
 
 
 def test_no_recipe_is_untested(bridge: Any) -> None:
@@ -254,9 +277,25 @@ def test_overrides_reach_bridge_and_the_attention(tiny: Any) -> None:
     assert settings(tiny).config == MTrainingConfig(top_p=0.8, max_vertical=None, deterministic=False, layout="zigzag")
 
 
+def test_overrides_reach_the_plan(tiny: Any) -> None:
+    from megatron_mtraining.bridge import apply_overrides, describe
+
+    words = ["mtraining.dense_layers=0", "mtraining.layer_top_p=1:0.99", "mtraining.dense_steps=3"]
+    apply_overrides(tiny, [*words, "mtraining.top_p_schedule=1:0.95:10", "mtraining.top_p=0.95"])
+    plan = LayerPlan(frozenset({0}), 3, ((1, 0.99),), (1.0, 0.95, 10))
+    assert settings(tiny).plan == plan
+    apply_overrides(tiny, ["mtraining.dense_steps=0", "mtraining.top_p_schedule=none"])
+    assert settings(tiny).plan == dataclasses.replace(plan, dense_steps=0, top_p_schedule=None)
+    assert describe(tiny) == "top_p=0.95, layout_mode=auto; layers 0 dense; top-p 0.99 in layer 1"
+
+
 @pytest.mark.parametrize(
     ("word", "message"),
     [
+        ("mtraining.dense_layers=2", r"mtraining\.dense_layers 2: must be numbers and ranges .*from 0 to 1"),
+        ("mtraining.dense_steps=-1", r"mtraining\.dense_steps -1: must be a number of steps"),
+        ("mtraining.layer_top_p=0.9", r"mtraining\.layer_top_p 0\.9: must be LAYERS:TOP_P pairs"),
+        ("mtraining.top_p_schedule=1:0.8:5", r"ends at 0\.8, mtraining\.top_p is 0\.9; make them the same"),
         ("mtraining.top_q=1", "mtraining.top_q: no such option; valid: .*top_p"),
         ("mtraining.top_p=2", r"mtraining\.top_p=2\.0: must be a number in \(0, 1\]"),
         ("mtraining.last_q=many", "mtraining.last_q=many: must be int"),

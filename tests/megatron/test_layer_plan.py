@@ -75,6 +75,14 @@ def test_a_schedule_depends_on_the_number_of_steps_alone(parse):
             "--mtraining-slash-top-p 0.8 --mtraining-top-p-schedule 1:0.9:5",
             "--mtraining-slash-top-p 0.8 would not follow",
         ),
+        (
+            "--mtraining-index-policy moba --mtraining-layer-top-p 0:0.9",
+            "--mtraining-layer-top-p: --mtraining-index-policy moba has no top-p",
+        ),
+        (
+            "--mtraining-index-policy fixed --mtraining-top-p-schedule 1:0.95:5",
+            "--mtraining-top-p-schedule: --mtraining-index-policy fixed has no top-p",
+        ),
         ("--mtraining-top-p 0.8 --mtraining-top-p-schedule 1:0.9:5", "ends at 0.9, --mtraining-top-p is 0.8"),
         ("--mtraining-guard-recall 1.5", r"--mtraining-guard-recall 1.5: must be a number in \(0, 1\]"),
         ("--mtraining-guard-density 0", "--mtraining-guard-density 0.0: must be a positive number"),
