@@ -150,6 +150,12 @@ def test_what_is_not_modelled_is_said(capsys):
         ([*QWEN, *CP32, "--mtraining-dense-layers", "36"], "--mtraining-dense-layers 36: must be .* from 0 to 35"),
         ([*QWEN, *CP32, "--mtraining-guard-recall", "2"], "--mtraining-guard-recall.*2"),
         ([*QWEN, *CP32, "--micro-batch-size", "-1"], "--micro-batch-size -1: must be at least 1"),
+        ([*QWEN, *CP32, "--ffn-hidden-size", "-5"], "--ffn-hidden-size -5: must be at least 1"),
+        ([*QWEN, *CP32, "--kv-channels", "0"], "--kv-channels 0: must be at least 1"),
+        ([*QWEN, *CP32, "--num-query-groups", "0"], "--num-query-groups 0: must be at least 1"),
+        ([*QWEN, *CP32, "--num-query-groups", "3"], "--num-query-groups 3: must divide --num-attention-heads 16"),
+        ([*QWEN, *CP32, "--vocab-size", "-1"], "--vocab-size -1: must be at least 1"),
+        ([*QWEN, *CP32, "--make-vocab-size-divisible-by", "0"], "--make-vocab-size-divisible-by 0: must be at least 1"),
         ([*QWEN[:2], "--seq-length", "0", *CP32], "--seq-length 0: must be at least 1"),
     ],
 )
