@@ -141,7 +141,8 @@ def check_sizes(args: argparse.Namespace) -> None:
     shape = ("num_layers", "hidden_size", "num_attention_heads")
     parallel = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     others = (
-        "ffn_hidden_size", "kv_channels", "num_query_groups", "vocab_size", "make_vocab_size_divisible_by", "micro_batch_size",
+        "ffn_hidden_size", "kv_channels", "num_query_groups", "vocab_size", "padded_vocab_size",
+        "make_vocab_size_divisible_by", "micro_batch_size",
     )  # fmt: skip
     for name in ("seq_length", *shape, *parallel, *others):
         option, value = f"--{name.replace('_', '-')}", getattr(args, name)
@@ -178,8 +179,8 @@ def model_of(args: argparse.Namespace) -> tuple[Model | None, str]:
             f"{args.pipeline_model_parallel_size}"
         )
     unit = args.make_vocab_size_divisible_by * tp
-    vocabulary = -(-(args.vocab_size or 0) // unit) * unit
-    unknown = "" if vocabulary else "no --vocab-size: embeddings and logits are left out"
+    vocabulary = args.padded_vocab_size or -(-(args.vocab_size or 0) // unit) * unit
+    unknown = "" if vocabulary else "no --vocab-size or --padded-vocab-size: embeddings and logits are left out"
     head_dim = args.kv_channels or hidden // heads
     tied = not args.untie_embeddings_and_output_weights
     return Model(args.num_layers, hidden, ffn, heads, groups, head_dim, vocabulary, tied, bool(args.swiglu)), unknown

@@ -58,6 +58,18 @@ def find_script(megatron: Path) -> Path:
     return script
 
 
+def make_folder(folder: Path, option: str) -> None:
+    """Makes a folder that an option names.
+
+    Raises:
+        SystemExit: with one line, if that cannot be.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(f"{option} {folder}: {error.strerror}") from error
+
+
 def train(case: Case, megatron: Path, output: Path, extra: Sequence[str]) -> None:
     """Trains; the output goes to ``log.txt``.
 
@@ -65,9 +77,9 @@ def train(case: Case, megatron: Path, output: Path, extra: Sequence[str]) -> Non
         SystemExit: with one line, if the script is not there or training fails.
     """
     script = find_script(megatron)
+    make_folder(output, "--output")
     for name in FOLDERS:  # an earlier run's TensorBoard files would be read instead of this one's
         shutil.rmtree(output / name, ignore_errors=True)
-    output.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join([str(script.parent), str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     variables = os.environ | case.environment_variables() | {"PYTHONPATH": path}
     words = [*command(case, script, output, bool(opt_in.enabled_folders())), *extra]
@@ -179,6 +191,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(0 if report(cases[options.case], options.tensorboard, expected) else 1)
     find_script(options.megatron)
     chosen = [cases[name] for name in options.cases]
+    if options.record and options.values:
+        make_folder(options.values, "--values")
     compared = [None] * len(chosen) if options.record else golden_values(chosen)
     if options.output is None:
         options.output = Path(tempfile.mkdtemp(prefix="mtraining-functional-"))

@@ -113,6 +113,15 @@ def test_values_that_a_run_cannot_be_compared_with_end_before_any_work(command, 
     assert not (tmp_path / name / "log.txt").exists()
 
 
+@pytest.mark.parametrize(("option", "more"), [("--output", []), ("--values", ["--record"])])
+def test_a_folder_that_cannot_be_made_is_one_line(option, more, tmp_path, monkeypatch):
+    (tmp_path / runner.SCRIPT).touch()
+    monkeypatch.setattr(runner, "command", lambda *_: pytest.fail("trained"))
+    words = ["run", "gpt_153m_mtraining_cp2", "--megatron", str(tmp_path), *more]
+    with pytest.raises(SystemExit, match=f"^{option} .*{runner.SCRIPT}.*: (Not a directory|File exists)$"):
+        runner.main([*words, option, str(tmp_path / runner.SCRIPT)])
+
+
 def test_every_fifth_step_is_compared():
     """As Megatron's own recording may have it."""
     fifth = {step: value for step, value in LOSS.items() if step == 1 or step % 5 == 0}

@@ -120,6 +120,19 @@ def test_what_is_not_modelled_is_said(capsys):
     assert "GiB of each of the ranks 0-31 (pipeline stage 0): weights 5.75" in text
 
 
+def test_the_launch_of_the_guide(capsys):
+    """docs/megatron.md gives the rows of the embedding by --padded-vocab-size, and sends its reader here."""
+    text = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text()
+    words = text.split("pretrain_gpt.py \\", 1)[1].split("```", 1)[0].replace("\\\n", " ").split()
+    found = planned(capsys, *words)
+    assert found["unknown"] == "" and found["ring_reason"] == "4 hosts with 8 ranks each"
+    assert found["stages"][0]["gib"] == pytest.approx(memory_plan(MODELS["qwen2.5-3b"], 524288, Parallel(1, 32)))
+    without = [word for word in words if word not in ("--padded-vocab-size", "151936")]
+    assert planned(capsys, *without)["unknown"].startswith(
+        "no --vocab-size or --padded-vocab-size: embeddings and logits"
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
