@@ -6,6 +6,7 @@ python -m benchmarks.megatron_report runs.jsonl --name megatron-DATE-MACHINE [--
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 from . import megatron_runs, megatron_single
 from .megatron_runs import CURVES
+from .preloaded import GATE
 
 DENSE = ("dense", "dense_again", "dense_third", "dense_cp2", "dense_tp2")
 """Runs of the same thing, on one GPU and two: their distances from each other are the noise."""
@@ -48,6 +50,15 @@ def from_dense(name: str, runs: dict[str, dict[str, Any]]) -> list[dict[str, flo
     return [gap for gap in gaps if gap]
 
 
+def noise(steps: int, runs: dict[str, dict[str, Any]]) -> dict[str, float] | None:
+    """How far dense runs are apart at most over as many steps as a curve has: one that was cut off missed the late, larger
+    distances. None without two dense runs of that length.
+    """
+    cut = [{"loss": runs[name]["loss"][:steps]} for name in DENSE if name in runs and len(runs[name]["loss"]) >= steps]
+    gaps = [gap for one, other in itertools.combinations(cut, 2) if (gap := difference(one, other))]
+    return {what: max(gap[what] for gap in gaps) for what in ("largest", "mean")} if gaps else None
+
+
 def step_ms(run: dict[str, Any]) -> float | None:
     """Median time of the second half of the steps: a run that begins dense is sparse by then."""
     times = run["ms"][len(run["ms"]) // 2 :]
@@ -69,43 +80,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def report(runs: dict[str, dict[str, Any]]) -> str:
     """The page."""
-    parts = []
-    gaps = []
-    for one, other in PAIRS:
-        gap = difference(runs[one], runs[other]) if one in runs and other in runs else None
-        if gap:
-            gaps.append([f"`{one}` - `{other}`", f"{gap['steps']:.0f}", f"{gap['largest']:.2e}", f"{gap['mean']:.2e}"])
-    rows = [
-        [
-            f"`{name}`",
-            ended(runs[name]),
-            _steps(runs[name]),
-            _number(runs[name]["loss"], 0),
-            _number(runs[name]["loss"], -1),
-        ]
-        for name in CURVES
-        if name in runs
-    ]
-    parts += ["## Loss curves", table(("run", "", "steps", "loss of the first", "of the last"), rows)]
-    away = [
-        [
-            f"`{name}`",
-            f"{gaps_of[0]['steps']:.0f}",
-            *(
-                " to ".join(f"{of(gap[what] for gap in gaps_of):.1e}" for of in (min, max))
-                for what in ("largest", "mean")
-            ),
-        ]
-        for name in CURVES
-        if name in runs and (gaps_of := from_dense(name, runs))
-    ]
-    which = ", ".join(f"`{name}`" for name in DENSE if name in runs)
-    parts += [
-        f"Distance from each of {which}; that of these from each other is the noise:",
-        table(("curve", "steps", "largest, from the nearest to the farthest", "mean, likewise"), away),
-        "Difference of two curves:",
-        table(("curves", "steps", "largest", "mean"), gaps),
-    ]
+    parts = curves(runs)
     timed = [
         [
             f"`{name}`",
@@ -136,6 +111,45 @@ def report(runs: dict[str, dict[str, Any]]) -> str:
     if golden:
         parts += ["## Functional tests", table(("run", "", "seconds"), golden)]
     return "\n\n".join(parts) + "\n"
+
+
+def curves(runs: dict[str, dict[str, Any]]) -> list[str]:
+    """The part about the loss curves."""
+    gaps = []
+    for one, other in PAIRS:
+        gap = difference(runs[one], runs[other]) if one in runs and other in runs else None
+        if gap:
+            gaps.append([f"`{one}` - `{other}`", f"{gap['steps']:.0f}", f"{gap['largest']:.2e}", f"{gap['mean']:.2e}"])
+    rows = [
+        [
+            f"`{name}`",
+            ended(runs[name]),
+            _steps(runs[name]),
+            _number(runs[name]["loss"], 0),
+            _number(runs[name]["loss"], -1),
+        ]
+        for name in CURVES
+        if name in runs
+    ]
+    away = []
+    for name in CURVES:
+        found = from_dense(name, runs) if name in runs else []
+        if found:
+            apart = noise(int(found[0]["steps"]), runs)
+            away.append([f"`{name}`", f"{found[0]['steps']:.0f}"])
+            for what in ("largest", "mean"):
+                away[-1].append(" to ".join(f"{of(gap[what] for gap in found):.1e}" for of in (min, max)))
+                away[-1].append(f"{apart[what]:.1e}" if apart else "")
+    which = ", ".join(f"`{name}`" for name in DENSE if name in runs)
+    head = ("curve", "steps", "largest, from the nearest to the farthest", "noise", "mean, likewise", "noise")
+    return [
+        "## Loss curves",
+        table(("run", "", "steps", "loss of the first", "of the last"), rows),
+        f"Distance from each of {which}. The noise is the largest distance of two of these, over as many steps:",
+        table(head, away),
+        "Difference of two curves:",
+        table(("curves", "steps", "largest", "mean"), gaps),
+    ]
 
 
 def _older(name: str, run: dict[str, Any]) -> bool:
@@ -203,6 +217,12 @@ def style_of(name: str) -> dict[str, Any]:
     return {"color": {"dense": "0.35", "p1": "tab:blue", "p95": "tab:red"}[kind], "dashes": dashes, "linewidth": 1.2}
 
 
+def without_paths(run: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of a run: its command and its gate are paths of the machine."""
+    variables = {name: value for name, value in run.get("variables", {}).items() if name != GATE}
+    return {key: value for key, value in run.items() if key != "command"} | {"variables": variables}
+
+
 def main() -> None:
     """Command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -214,7 +234,7 @@ def main() -> None:
     options = parser.parse_args()
     runs = read(options.runs)
     results = Path("benchmarks/results")
-    kept = [{key: value for key, value in run.items() if key != "command"} for run in runs.values()]
+    kept = [without_paths(run) for run in runs.values()]
     (results / f"{options.name}.json").write_text("[\n" + ",\n".join(map(json.dumps, kept)) + "\n]\n")
     note = options.note.read_text() if options.note else ""
     (results / f"{options.name}.md").write_text(f"# {options.title}\n\n{note}\n{report(runs)}")

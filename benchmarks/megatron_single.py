@@ -39,6 +39,7 @@ from .megatron_runs import (
     Options,
     parser_of,
 )
+from .preloaded import GATE
 from .run_pool import Run, run_all
 
 ROOT = Path(__file__).parents[1]
@@ -168,7 +169,7 @@ class Single:
         """A run that starts up beside others and then has the GPUs to itself."""
         gate = self.options.out / f"{name}.gate"
         command = self.start(name, words)
-        return Run(name, "gated", command, chosen | {"BENCHMARK_GATE": str(gate)}, timeout=400, gate=gate)
+        return Run(name, "gated", command, chosen | {GATE: str(gate)}, timeout=400, gate=gate)
 
     def long(self, name: str, words: str, chosen: dict[str, str]) -> Run:
         """One long sequence a step, with the GPUs to itself."""

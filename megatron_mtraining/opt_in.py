@@ -7,6 +7,7 @@ that ``pip uninstall`` removes them too.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib.metadata
 import os
@@ -78,7 +79,10 @@ def enable() -> Enabled:
         (folder / PTH).write_text(LINE, encoding="utf-8")
         recorded = _record(folder, present=True)
     except OSError as error:
-        raise OptInError(f"enable: {error}") from None
+        for path in (folder / PTH, folder / HOOK):  # else it would be on after a command that failed
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+        raise OptInError(f"enable: {error}; it is not enabled") from None
     _check_works(folder)
     return Enabled(folder, recorded)
 

@@ -140,7 +140,11 @@ def check_sizes(args: argparse.Namespace) -> None:
     """Refuses sizes that are missing or below 1."""
     shape = ("num_layers", "hidden_size", "num_attention_heads")
     parallel = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    for name in ("seq_length", *shape, *parallel, "micro_batch_size"):
+    others = (
+        "ffn_hidden_size", "kv_channels", "num_query_groups", "vocab_size", "padded_vocab_size",
+        "make_vocab_size_divisible_by", "micro_batch_size",
+    )  # fmt: skip
+    for name in ("seq_length", *shape, *parallel, *others):
         option, value = f"--{name.replace('_', '-')}", getattr(args, name)
         if value is None and name in shape:
             raise PlanError(f"{option}: must be given (or --model, for the shape of a known model)")
@@ -163,6 +167,8 @@ def model_of(args: argparse.Namespace) -> tuple[Model | None, str]:
         raise PlanError(f"--hidden-size {hidden}: must be a multiple of --num-attention-heads {heads}")
     ffn = args.ffn_hidden_size or (int(4 * hidden * 2 / 3) // 64 * 64 if args.swiglu else 4 * hidden)
     groups = args.num_query_groups if args.group_query_attention else heads
+    if heads % groups:
+        raise PlanError(f"--num-query-groups {groups}: must divide --num-attention-heads {heads}")
     tp = args.tensor_model_parallel_size
     for option, value in (("--num-attention-heads", heads), ("--num-query-groups", groups)):
         if value % tp:
@@ -173,8 +179,8 @@ def model_of(args: argparse.Namespace) -> tuple[Model | None, str]:
             f"{args.pipeline_model_parallel_size}"
         )
     unit = args.make_vocab_size_divisible_by * tp
-    vocabulary = -(-(args.vocab_size or 0) // unit) * unit
-    unknown = "" if vocabulary else "no --vocab-size: embeddings and logits are left out"
+    vocabulary = args.padded_vocab_size or -(-(args.vocab_size or 0) // unit) * unit
+    unknown = "" if vocabulary else "no --vocab-size or --padded-vocab-size: embeddings and logits are left out"
     head_dim = args.kv_channels or hidden // heads
     tied = not args.untie_embeddings_and_output_weights
     return Model(args.num_layers, hidden, ffn, heads, groups, head_dim, vocabulary, tied, bool(args.swiglu)), unknown

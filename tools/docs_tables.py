@@ -1,4 +1,4 @@
-"""Writes the tables of docs/options.md and docs/performance.md, from the code and from benchmarks/results.
+"""Writes the tables of docs/options.md, launching.md and performance.md, from the code and from benchmarks/results.
 
     python tools/docs_tables.py            rewrite the tables in the pages
     python tools/docs_tables.py --check    exit with 1 if they are not up to date (a test does the same)
@@ -16,9 +16,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 from options_tables import option_tables  # noqa: E402
+from plan_tables import launches  # noqa: E402
 from results_tables import KINDS  # noqa: E402
 
-PAGES = (ROOT / "docs" / "options.md", ROOT / "docs" / "performance.md")
+PAGES = tuple(ROOT / "docs" / name for name in ("options.md", "launching.md", "performance.md"))
 PLACE = re.compile(r"(<!-- table: ([^\n]*) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -31,6 +32,8 @@ def table(words: list[str]) -> str:
     kind, *arguments = words
     if kind == "options":
         return option_tables()[arguments[0]]
+    if kind == "launches":
+        return launches(*arguments)
     return KINDS[kind](*arguments)
 
 

@@ -27,6 +27,8 @@ from .cases import Case, load_cases
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = "pretrain_gpt.py"
+FOLDERS = ("tensorboard", "cache", "checkpoints")
+"""What a run leaves in its folder, beside its log."""
 
 
 def command(case: Case, script: Path, output: Path, plain: bool) -> list[str]:
@@ -56,6 +58,18 @@ def find_script(megatron: Path) -> Path:
     return script
 
 
+def make_folder(folder: Path, option: str) -> None:
+    """Makes a folder that an option names.
+
+    Raises:
+        SystemExit: with one line, if that cannot be.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(f"{option} {folder}: {error.strerror}") from error
+
+
 def train(case: Case, megatron: Path, output: Path, extra: Sequence[str]) -> None:
     """Trains; the output goes to ``log.txt``.
 
@@ -63,8 +77,9 @@ def train(case: Case, megatron: Path, output: Path, extra: Sequence[str]) -> Non
         SystemExit: with one line, if the script is not there or training fails.
     """
     script = find_script(megatron)
-    shutil.rmtree(output, ignore_errors=True)  # an earlier run's TensorBoard files would be read instead of this one's
-    output.mkdir(parents=True)
+    make_folder(output, "--output")
+    for name in FOLDERS:  # an earlier run's TensorBoard files would be read instead of this one's
+        shutil.rmtree(output / name, ignore_errors=True)
     path = os.pathsep.join([str(script.parent), str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     variables = os.environ | case.environment_variables() | {"PYTHONPATH": path}
     words = [*command(case, script, output, bool(opt_in.enabled_folders())), *extra]
@@ -74,17 +89,21 @@ def train(case: Case, megatron: Path, output: Path, extra: Sequence[str]) -> Non
         raise SystemExit(f"{case.name}: training failed with status {done.returncode}; see {output / 'log.txt'}")
 
 
-def report(case: Case, tensorboard: Path) -> bool:
-    """Compares a run with the golden values and prints a line per metric that fails; returns whether none does.
+def measured(case: Case, tensorboard: Path) -> dict[str, golden.Values]:
+    """The metrics of a run.
 
     Raises:
-        SystemExit: with one line, if either cannot be read.
+        SystemExit: with one line, if there are none.
     """
     try:
-        actual = golden.read_tensorboard(tensorboard, case.steps)
-        expected = golden.read(case.golden_values)
-    except (FileNotFoundError, golden.UnreadableError) as error:
+        return golden.read_tensorboard(tensorboard, case.steps)
+    except FileNotFoundError as error:
         raise SystemExit(str(error)) from error
+
+
+def report(case: Case, tensorboard: Path, expected: dict[str, golden.Values]) -> bool:
+    """Compares a run with the golden values and prints a line per metric that fails; returns whether none does."""
+    actual = measured(case, tensorboard)
     failures = golden.compare(expected, actual, case.metrics, case.approximate)
     kind = "approximately" if case.approximate else "exactly"
     print(f"{case.name}: {'FAILED' if failures else 'passed'} ({', '.join(case.metrics)}, {kind})", flush=True)
@@ -93,30 +112,44 @@ def report(case: Case, tensorboard: Path) -> bool:
     return not failures
 
 
-def run(case: Case, options: argparse.Namespace) -> bool:
-    """Trains one case and compares it, or records its golden values.
+def run(case: Case, options: argparse.Namespace, expected: dict[str, golden.Values] | None) -> bool:
+    """Trains one case and compares it with ``expected``, or records its golden values if there are none to expect.
 
     Raises:
         SystemExit: with one line, if training fails or has no value of a metric in some step.
     """
     output = options.output / case.name
     train(case, options.megatron, output, options.extra.split())
-    if options.record:
-        values = golden.read_tensorboard(output / "tensorboard", case.steps)
+    if expected is None:
+        values = measured(case, output / "tensorboard")
         missing = golden.incomplete(values, case.metrics, case.steps)
         if missing:
             raise SystemExit(f"{case.name}: not recorded, {missing}; see {output / 'log.txt'}")
         golden.write(values, case.golden_values)
         print(f"{case.name}: recorded {case.golden_values}", flush=True)
         return True
-    return report(case, output / "tensorboard")
+    return report(case, output / "tensorboard", expected)
 
 
-def require_golden_values(cases: Sequence[Case]) -> None:
-    """Ends the program, before anything is trained, if a case has no golden values."""
+def golden_values(cases: Sequence[Case]) -> list[dict[str, golden.Values]]:
+    """What every case is compared with, read before anything is trained.
+
+    Raises:
+        SystemExit: with one line, if a case has no golden values, or some that a run cannot be compared with.
+    """
     missing = [case.name for case in cases if not case.golden_values.exists()]
     if missing:
         raise SystemExit(f"no golden values of {', '.join(missing)}: record them with run --record")
+    found = []
+    for case in cases:
+        try:
+            found.append(golden.read(case.golden_values))
+        except golden.UnreadableError as error:
+            raise SystemExit(str(error)) from error
+        cut_off = golden.cut_off(found[-1], case.metrics, case.steps)
+        if cut_off:
+            raise SystemExit(f"{case.golden_values}: {cut_off}")
+    return found
 
 
 def parse(argv: Sequence[str] | None, cases: dict[str, Case]) -> argparse.Namespace:
@@ -154,15 +187,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv, load_cases())
     cases = load_cases(options.values)
     if options.command == "compare":
-        require_golden_values([cases[options.case]])
-        raise SystemExit(0 if report(cases[options.case], options.tensorboard) else 1)
+        [expected] = golden_values([cases[options.case]])
+        raise SystemExit(0 if report(cases[options.case], options.tensorboard, expected) else 1)
     find_script(options.megatron)
-    if not options.record:
-        require_golden_values([cases[name] for name in options.cases])
+    chosen = [cases[name] for name in options.cases]
+    if options.record and options.values:
+        make_folder(options.values, "--values")
+    compared = [None] * len(chosen) if options.record else golden_values(chosen)
     if options.output is None:
         options.output = Path(tempfile.mkdtemp(prefix="mtraining-functional-"))
         print(f"runs are in {options.output}")
-    passed = [run(cases[name], options) for name in options.cases]
+    passed = [run(case, options, expected) for case, expected in zip(chosen, compared, strict=True)]
     raise SystemExit(0 if all(passed) else 1)
 
 

@@ -93,7 +93,7 @@ def read(path: Path) -> dict[str, Values]:
             name: {int(step): float(value) for step, value in metric["values"].items()}
             for name, metric in document.items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UnreadableError(f"{path}: not a file of golden values ({type(error).__name__}: {error})") from error
 
 
@@ -104,6 +104,18 @@ def incomplete(metrics: dict[str, Values], names: tuple[str, ...], steps: int) -
         lacking = [step for step in range(1, steps + 1) if not math.isfinite(values.get(step, math.nan))]
         if lacking:
             return f"{name} has no finite value in {len(lacking)} of {steps} steps, first step {lacking[0]}"
+    return None
+
+
+def cut_off(golden: dict[str, Values], names: tuple[str, ...], steps: int) -> str | None:
+    """Which golden values would let a run pass that was never looked at to its end, in a phrase; None if none would.
+
+    Megatron's own recordings may hold every fifth step only.
+    """
+    for name in names:
+        last = max((step for step, value in golden.get(name, {}).items() if math.isfinite(value)), default=0)
+        if last < steps:
+            return f"{name} ends at step {last} of {steps}" if last else f"no {name} in it"
     return None
 
 

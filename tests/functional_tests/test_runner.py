@@ -80,6 +80,73 @@ def test_what_is_no_file_of_golden_values_is_one_line(tmp_path, content):
 
 
 @pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "not a file of golden values"),
+        (None, "not a file of golden values"),  # a folder
+        ({"lm loss": LOSS}, "golden_values_dev_dgx_h200.json: no num-zeros in it"),
+        ({"lm loss": {1: 9.99}, "num-zeros": ZEROS}, "h200.json: lm loss ends at step 1 of 50"),
+        (
+            {"lm loss": LOSS, "num-zeros": {step: ZEROS[step] for step in range(1, 50)}},
+            "num-zeros ends at step 49 of 50",
+        ),
+    ],
+    ids=["no json", "folder", "no metric", "one step", "a step less"],
+)
+@pytest.mark.parametrize("command", [["compare"], ["run", "--megatron", "HERE"]])
+def test_values_that_a_run_cannot_be_compared_with_end_before_any_work(command, content, message, tmp_path, events):
+    """Not after an hour of training; and a run does not pass because of the few steps that a file has."""
+    name = "gpt_153m_mtraining_cp2"
+    (tmp_path / runner.SCRIPT).touch()
+    path = load_cases(tmp_path)[name].golden_values
+    path.parent.mkdir()
+    if content is None:
+        path.mkdir()
+    elif content == "{":
+        path.write_text(content)
+    else:
+        golden.write(content, path)
+    words = [word.replace("HERE", str(tmp_path)) for word in command]
+    more = ["--tensorboard", str(events)] if command[0] == "compare" else ["--output", str(tmp_path)]
+    with pytest.raises(SystemExit, match=message):
+        runner.main([*words, name, *more, "--values", str(tmp_path)])
+    assert not (tmp_path / name / "log.txt").exists()
+
+
+@pytest.mark.parametrize(("option", "more"), [("--output", []), ("--values", ["--record"])])
+def test_a_folder_that_cannot_be_made_is_one_line(option, more, tmp_path, monkeypatch):
+    (tmp_path / runner.SCRIPT).touch()
+    monkeypatch.setattr(runner, "command", lambda *_: pytest.fail("trained"))
+    words = ["run", "gpt_153m_mtraining_cp2", "--megatron", str(tmp_path), *more]
+    with pytest.raises(SystemExit, match=f"^{option} .*{runner.SCRIPT}.*: (Not a directory|File exists)$"):
+        runner.main([*words, option, str(tmp_path / runner.SCRIPT)])
+
+
+def test_every_fifth_step_is_compared():
+    """As Megatron's own recording may have it."""
+    fifth = {step: value for step, value in LOSS.items() if step == 1 or step % 5 == 0}
+    assert golden.cut_off({"lm loss": fifth}, ("lm loss",), 50) is None
+    assert golden.compare({"lm loss": fifth}, {"lm loss": LOSS | {7: 1.0}}, ("lm loss",), False) == []
+    assert golden.compare({"lm loss": fifth}, {"lm loss": LOSS | {10: 1.0}}, ("lm loss",), False)
+
+
+def test_training_anew_keeps_what_else_is_in_its_folder(tmp_path, monkeypatch):
+    """Golden values recorded into the folder of the runs are compared with by the next run there."""
+    case = load_cases(tmp_path)["gpt_153m_mtraining_cp2"]
+    (tmp_path / runner.SCRIPT).touch()
+    golden.write({"lm loss": LOSS, "num-zeros": ZEROS}, case.golden_values)
+    old = tmp_path / case.name / "tensorboard" / "events.out.tfevents.1"
+    old.parent.mkdir()
+    old.touch()
+    monkeypatch.setattr(runner, "command", lambda *_: ["true"])
+    words = ["run", case.name, "--megatron", str(tmp_path), "--output", str(tmp_path), "--values", str(tmp_path)]
+    for record in ([], ["--record"]):
+        with pytest.raises(SystemExit, match="tensorboard: no TensorBoard file with scalars"):
+            runner.main([*words, *record])
+    assert not old.exists() and golden.read(case.golden_values)["lm loss"] == LOSS
+
+
+@pytest.mark.parametrize(
     ("change", "missing"),
     [
         ({}, None),
@@ -128,11 +195,13 @@ def test_compare_without_a_run_is_one_line(tmp_path):
 def test_run_takes_all_cases_if_none_is_named_and_refuses_others(record, monkeypatch, tmp_path, capsys):
     (tmp_path / runner.SCRIPT).touch()
     started = []
-    monkeypatch.setattr(runner, "require_golden_values", lambda cases: None)
-    monkeypatch.setattr(runner, "run", lambda case, options: started.append(case.name) or True)
+    monkeypatch.setattr(
+        runner, "run", lambda case, options, expected: started.append((case.name, expected and expected["lm loss"][50]))
+    )
     with pytest.raises(SystemExit) as end:
         runner.main(["run", "--megatron", str(tmp_path), *record])
-    assert (end.value.code, started) == (0, sorted(CASES))
+    last = {name: None if record else golden.read(CASES[name].golden_values)["lm loss"][50] for name in CASES}
+    assert (end.value.code, started) == (1, sorted(last.items()))  # `run` said that none passed
     with pytest.raises(SystemExit):
         runner.main(["run", "nothing", "--megatron", str(tmp_path)])
     assert f"no case nothing; there are {', '.join(sorted(CASES))}" in capsys.readouterr().err

@@ -196,6 +196,23 @@ def test_a_folder_that_cannot_be_written_is_one_line(monkeypatch):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("fails", ["record", "pth"])
+def test_what_fails_half_way_leaves_nothing(monkeypatch, tmp_path, fails):
+    """Not enabled after a command that ended with an error."""
+    monkeypatch.setattr(opt_in, "site_folders", lambda: [tmp_path])
+
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied", "RECORD")
+
+    if fails == "record":
+        monkeypatch.setattr(opt_in, "_record", refuse)
+    else:
+        (tmp_path / opt_in.PTH).mkdir()
+    with pytest.raises(opt_in.OptInError, match=r"^enable: \[Errno .*; it is not enabled$"):
+        opt_in.enable()
+    assert not (tmp_path / opt_in.HOOK).exists() and not (tmp_path / opt_in.PTH).is_file()
+
+
 def test_refusals_alone_lose_their_traceback(capsys):
     seen = []
     hook = launch._refusals_in_one_line(lambda kind, error, where: seen.append(kind))

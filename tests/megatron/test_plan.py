@@ -120,6 +120,19 @@ def test_what_is_not_modelled_is_said(capsys):
     assert "GiB of each of the ranks 0-31 (pipeline stage 0): weights 5.75" in text
 
 
+def test_the_launch_of_the_guide(capsys):
+    """docs/megatron.md gives the rows of the embedding by --padded-vocab-size, and sends its reader here."""
+    text = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text()
+    words = text.split("pretrain_gpt.py \\", 1)[1].split("```", 1)[0].replace("\\\n", " ").split()
+    found = planned(capsys, *words)
+    assert found["unknown"] == "" and found["ring_reason"] == "4 hosts with 8 ranks each"
+    assert found["stages"][0]["gib"] == pytest.approx(memory_plan(MODELS["qwen2.5-3b"], 524288, Parallel(1, 32)))
+    without = [word for word in words if word not in ("--padded-vocab-size", "151936")]
+    assert planned(capsys, *without)["unknown"].startswith(
+        "no --vocab-size or --padded-vocab-size: embeddings and logits"
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -150,6 +163,12 @@ def test_what_is_not_modelled_is_said(capsys):
         ([*QWEN, *CP32, "--mtraining-dense-layers", "36"], "--mtraining-dense-layers 36: must be .* from 0 to 35"),
         ([*QWEN, *CP32, "--mtraining-guard-recall", "2"], "--mtraining-guard-recall.*2"),
         ([*QWEN, *CP32, "--micro-batch-size", "-1"], "--micro-batch-size -1: must be at least 1"),
+        ([*QWEN, *CP32, "--ffn-hidden-size", "-5"], "--ffn-hidden-size -5: must be at least 1"),
+        ([*QWEN, *CP32, "--kv-channels", "0"], "--kv-channels 0: must be at least 1"),
+        ([*QWEN, *CP32, "--num-query-groups", "0"], "--num-query-groups 0: must be at least 1"),
+        ([*QWEN, *CP32, "--num-query-groups", "3"], "--num-query-groups 3: must divide --num-attention-heads 16"),
+        ([*QWEN, *CP32, "--vocab-size", "-1"], "--vocab-size -1: must be at least 1"),
+        ([*QWEN, *CP32, "--make-vocab-size-divisible-by", "0"], "--make-vocab-size-divisible-by 0: must be at least 1"),
         ([*QWEN[:2], "--seq-length", "0", *CP32], "--seq-length 0: must be at least 1"),
     ],
 )

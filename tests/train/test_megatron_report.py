@@ -34,9 +34,24 @@ def test_distances_from_every_dense_run_but_itself():
     assert [(gap["steps"], round(gap["largest"], 9)) for gap in gaps] == [(2, 0.05)] * 3
 
 
+def test_the_noise_is_that_of_as_many_steps():
+    """A curve that was cut off is not judged by distances that the dense runs only have later."""
+    for steps, largest, mean in ((3, 0.3, 0.4 / 3), (2, 0.1, 0.05), (1, 0.0, 0.0)):
+        found = megatron_report.noise(steps, RUNS)
+        assert (found["largest"], found["mean"]) == pytest.approx((largest, mean))
+    assert megatron_report.noise(4, RUNS) is None
+
+
+def test_no_path_of_the_machine_is_kept():
+    run = curve("p1", 6.0) | {"command": ["/tmp/a"], "variables": {"BENCHMARK_GATE": "/tmp/b.gate", "A": "1"}}
+    kept = megatron_report.without_paths(run)
+    assert kept == curve("p1", 6.0) | {"variables": {"A": "1"}} and run["command"]
+
+
 def test_the_page_tells_the_noise_and_what_was_cut_off():
     page = megatron_report.report(RUNS)
-    assert "| `dense` | 3 | 1.0e-01 to 3.0e-01 | 3.3e-02 to 1.0e-01 |" in page
+    assert "| `dense` | 3 | 1.0e-01 to 3.0e-01 | 3.0e-01 | 3.3e-02 to 1.0e-01 | 1.3e-01 |" in page
+    assert "| `p1_cp2` | 2 | 5.0e-02 to 5.0e-02 | 1.0e-01 | 2.5e-02 to 2.5e-02 | 5.0e-02 |" in page
     assert "| `p1_cp2` | timed out | 1 ... 2 | 6.00000 | 5.05000 |" in page
     assert "| `p1_cp2` - `p1` | 2 | 5.00e-02 | 2.50e-02 |" in page
 
