@@ -13,15 +13,18 @@ import torch
 ROOT = Path(__file__).parents[2]
 LIMIT = 4.0
 SLACK = 20.0  # seconds a busy machine may add
-NCCL_SLACK = (
-    100.0  # start-up of both ranks on GPUs, and the minute that torch gives its dump before it ends the process
-)
+DUMP_MILLISECONDS = 1000  # four times this torch's watchdog waits for its dump before it ends the process
+NCCL_SLACK = 40.0 + 4 * DUMP_MILLISECONDS / 1000  # start-up of both ranks on GPUs, and the dump
 needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 
 
 def start(tmp_path, fault, seconds, backend="gloo"):
     """Two ranks."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": str(DUMP_MILLISECONDS),
+    }
     more = [str(tmp_path / "store"), fault, str(seconds), backend]
     return [
         subprocess.Popen(
