@@ -2,7 +2,8 @@
 
 `-C cmake.define.MTRAINING_CUDA=ON|OFF|AUTO` (pip's --config-settings) says so; AUTO, the default, builds it where nvcc
 is found. Without it no CMake and no compiler runs and the wheel is pure Python. With it, what would make the build
-fail late or unreadably (no nvcc, torch not visible, CUDA versions that differ) is one message before any compile.
+fail late or unreadably (no nvcc, no torch, CUDA versions that differ) is one message before any compile. The library
+fits every torch from 2.11 on, so pip's isolated build environment, which sees none, gets one of its own.
 """
 
 import os
@@ -17,6 +18,8 @@ from scikit_build_core import build as _backend
 
 _SETTING = "cmake.define.MTRAINING_CUDA"
 _CHOICES = ("AUTO", "ON", "OFF")
+_TORCH = "torch>=2.11"  # as in pyproject.toml's dependencies
+_PROBE = "import torch; print(torch.__version__, torch.version.cuda)"
 _WITHOUT = f"or build without CUDA: pip install -C {_SETTING}=OFF ..."
 
 Settings = dict[str, Any] | None
@@ -45,26 +48,40 @@ def _cuda_of_nvcc(nvcc: str) -> str:
     return release.group(1)
 
 
-def check_cuda(nvcc: str | None) -> None:
-    """End the build with one message unless `nvcc` and the torch of this environment can build the CUDA library."""
+def _torch_here() -> tuple[str, str] | None:
+    """Version and CUDA version of the torch that this environment imports, or None."""
+    run = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False)
+    if run.returncode != 0:
+        return None
+    version, cuda = run.stdout.split()
+    return version, cuda
+
+
+def check_cuda(nvcc: str | None, *, torch_follows: bool = False) -> None:
+    """End the build with one message unless `nvcc` and the torch of this environment can build the CUDA library.
+
+    With `torch_follows`, an environment without torch passes: pip installs the requirements of the build next.
+    """
     if nvcc is None:
         _stop(
             f"nvcc not found (CUDACXX, CUDA_HOME and CUDA_PATH unset or wrong, not on PATH): set CUDA_HOME, {_WITHOUT}"
         )
         return
-    probe = "import torch; print(torch.__version__, torch.version.cuda)"
-    run = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
-    if run.returncode != 0:
+    nvcc_cuda, torch = _cuda_of_nvcc(nvcc), _torch_here()
+    if torch is None:
+        if torch_follows:
+            return
         _stop(
-            "the CUDA library is built against the installed torch, and the build environment has none that imports: "
-            f"install torch first and use pip install --no-build-isolation, {_WITHOUT}"
+            "the CUDA library is built against torch, and the build environment has none that imports: "
+            f"install torch first, {_WITHOUT}"
         )
-    torch_version, torch_cuda = run.stdout.split()
-    nvcc_cuda = _cuda_of_nvcc(nvcc)
+        raise AssertionError
+    torch_version, torch_cuda = torch
     if torch_cuda != "None" and torch_cuda.split(".")[0] != nvcc_cuda.split(".")[0]:
         _stop(
             f"{nvcc} is CUDA {nvcc_cuda}, torch {torch_version} is built with CUDA {torch_cuda}: the major versions "
-            f"must agree (set CUDA_HOME to a CUDA {torch_cuda.split('.')[0]} toolkit), {_WITHOUT}"
+            f"must agree (set CUDA_HOME to a CUDA {torch_cuda.split('.')[0]} toolkit, or build against a torch of your "
+            f"own with --no-build-isolation), {_WITHOUT}"
         )
 
 
@@ -80,12 +97,12 @@ def _pure(settings: Settings) -> dict[str, Any]:
     return {name: value for name, value in (settings or {}).items() if name != _SETTING} | {"wheel.cmake": "false"}
 
 
-def _decide(settings: Settings) -> dict[str, Any]:
+def _decide(settings: Settings, *, torch_follows: bool = False) -> dict[str, Any]:
     """The settings of a wheel: with MTRAINING_CUDA ON (checked), or without CMake."""
     choice, nvcc = _choice(settings), find_nvcc()
     if choice == "OFF" or (choice == "AUTO" and nvcc is None):
         return _pure(settings)
-    check_cuda(nvcc)
+    check_cuda(nvcc, torch_follows=torch_follows)
     settings = dict(settings or {})
     settings[_SETTING] = "ON"
     settings["cmake.define.CMAKE_CUDA_COMPILER"] = str(nvcc)
@@ -100,8 +117,12 @@ def _decide_editable(settings: Settings) -> dict[str, Any]:
 
 
 def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
-    """PEP 517: CMake and Ninja, only if the CUDA library is built and the system has none."""
-    return list(_backend.get_requires_for_build_wheel(_decide(config_settings)))
+    """PEP 517: only if the CUDA library is built, CMake and Ninja where the system has none, torch where none imports."""
+    settings = _decide(config_settings, torch_follows=True)
+    requirements = list(_backend.get_requires_for_build_wheel(settings))
+    if settings.get(_SETTING) == "ON" and _torch_here() is None:
+        requirements.append(_TORCH)
+    return requirements
 
 
 def get_requires_for_build_editable(config_settings: Settings = None) -> list[str]:

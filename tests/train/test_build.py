@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -51,12 +52,29 @@ def test_an_nvcc_that_does_not_run_is_named(monkeypatch: pytest.MonkeyPatch, tmp
         build_backend.get_requires_for_build_wheel({SETTING: "ON"})
 
 
-def test_build_isolation_without_torch_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # M1
+@pytest.fixture
+def isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A build environment as pip makes it: an nvcc, and no torch."""
     monkeypatch.setenv("CUDACXX", str(stub(tmp_path / "nvcc", "echo release 13.0")))
-    isolated = stub(tmp_path / "python", f'exec "{sys.executable}" -S -I "$@"')  # no site-packages: no torch
-    monkeypatch.setattr(build_backend.sys, "executable", str(isolated))
-    with pytest.raises(SystemExit, match="--no-build-isolation") as raised:
-        build_backend.get_requires_for_build_wheel({SETTING: "ON"})
+    python = stub(tmp_path / "python", f'exec "{sys.executable}" -S -I "$@"')  # no site-packages: no torch
+    monkeypatch.setattr(build_backend.sys, "executable", str(python))
+
+
+@pytest.mark.usefixtures("isolated")
+def test_an_isolated_build_asks_for_the_torch_of_the_package() -> None:  # M1
+    (torch,) = (name for name in build_backend.get_requires_for_build_wheel(None) if name.startswith("torch"))
+    assert torch in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+
+
+@pytest.mark.usefixtures("isolated")
+def test_a_pure_isolated_build_asks_for_no_torch() -> None:
+    assert build_backend.get_requires_for_build_wheel({SETTING: "OFF"}) == []
+
+
+@pytest.mark.usefixtures("isolated")
+def test_a_build_without_torch_says_what_to_do(tmp_path: Path) -> None:  # M1
+    with pytest.raises(SystemExit, match="the build environment has none that imports: install torch first") as raised:
+        build_backend.build_wheel(str(tmp_path), {SETTING: "ON"})
     assert "\n" not in str(raised.value)
 
 
