@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -31,3 +34,32 @@ def bridge() -> Any:
     """`megatron.bridge`, with stand-ins for what a machine without a GPU lacks."""
     bridge_on_cpu.import_bridge()
     return importlib.import_module("megatron.bridge")
+
+
+def example(name: str) -> ModuleType:
+    """A script of `examples/nemo` as a module."""
+    path = Path(__file__).resolve().parents[2] / "examples" / "nemo" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"nemo_{name}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def no_nvte(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """No variable that chooses another attention, and no hook left in Bridge."""
+    from megatron_mtraining.bridge import uninstall
+
+    for name in [name for name in os.environ if name.startswith("NVTE_")]:
+        monkeypatch.delenv(name)
+    yield
+    uninstall()
+
+
+def settings(cfg: Any) -> Any:
+    """What the pre-wrap hook of a config has been told."""
+    from megatron_mtraining.bridge.hook import PreWrapHook, hooks_of
+
+    (hook,) = (hook for hook in hooks_of(cfg.model) if isinstance(hook, PreWrapHook))
+    return hook.settings

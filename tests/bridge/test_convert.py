@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
@@ -12,16 +11,12 @@ import pytest
 
 from megatron_mtraining.integration import RefusedError
 
-SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "nemo" / "convert.py"
+from .conftest import example
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("nemo_convert", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return example("convert")
 
 
 @pytest.fixture

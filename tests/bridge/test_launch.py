@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -15,17 +14,15 @@ import pytest
 
 pytest.importorskip("nemo_run", reason="needs NeMo-Run: the extra nemo")
 
+from .conftest import example
+
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "nemo" / "launch.py"
 RECIPE = ["qwen25_3b_pretrain_32gpu_512k_config", "checkpoint.pretrained_checkpoint=/data/checkpoint"]
 
 
 @pytest.fixture
 def launch() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("nemo_launch", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return example("launch")
 
 
 def shown(home: Path, *words: str) -> str:
