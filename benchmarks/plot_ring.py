@@ -4,7 +4,7 @@
 
 Prints the tables of docs/ring.md. Balance: ``ring-DATE-pairs-4x8-512k.json``; times of 32 played ranks:
 ``ring-DATE-virtual-4x8-512k.json``. Steps at 262,144 tokens and a density of 5%: on 1 and 2 ranks measured
-(``step-DATE-...json`` of ``benchmarks.bench_step``, a few layers, scaled to all), on 8, 16 and 32 attention simulated with
+(``step-DATE-...json`` of ``benchmarks.bench_step``, all layers, or a few, scaled to all), on 8, 16 and 32 attention simulated with
 measured rates (``benchmarks.ring.simulated``), the rest of a layer measured (``layer-DATE-...json``). The same sum on 1 and 2
 ranks is printed beside what was measured.
 """
@@ -188,7 +188,7 @@ def draw_steps(axis: Any, found: list[Step]) -> None:
                 fill = "none" if step.row is None else "full"
                 axis.plot(step.size, STEPS / step.ms, style[0], color=color, fillstyle=fill, markersize=6)
             axis.plot([], [], style, color=color, label=system)
-    axis.set(xscale="log", yscale="log", xlabel="GPUs (filled: 4 layers measured, scaled; hollow: simulated)",
+    axis.set(xscale="log", yscale="log", xlabel="GPUs (filled: measured; hollow: simulated)",
              ylabel="thousand tokens a second", title=f"training step, {MODEL}, 256K, 5% density")  # fmt: skip
     axis.set_xticks([1, 2, 8, 16, 32], ["1", "2", "8", "16", "32"])
     axis.minorticks_off()
