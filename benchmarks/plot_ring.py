@@ -5,8 +5,8 @@
 Prints the tables of docs/ring.md. Balance: ``ring-DATE-pairs-4x8-512k.json``; times of 32 played ranks:
 ``ring-DATE-virtual-4x8-512k.json``. Steps at 262,144 tokens and a density of 5%: on 1 and 2 ranks measured
 (``step-DATE-...json`` of ``benchmarks.bench_step``, all layers, or a few, scaled to all), on 8, 16 and 32 attention
-simulated with measured rates (``benchmarks.ring.simulated``), the rest of a layer measured (``layer-DATE-...json``). The same sum on 1 and 2
-ranks is printed beside what was measured.
+simulated with measured rates (``benchmarks.ring.simulated``), the rest of a layer measured (``layer-DATE-...json``). The
+same sum on 1 and 2 ranks is printed beside what was measured.
 """
 
 from __future__ import annotations
