@@ -274,6 +274,11 @@ class MTrainingCoreAttention(MegatronModule):
         if packed.cp_group is not None and packed.cp_group.size() > 1 and packed.cp_group is not cp_group:
             raise RefusedError("packed_seq_params.cp_group: groups that change from batch to batch are not built")
         cp_size = 1 if cp_group is None else cp_group.size()
+        if getattr(packed, "local_cp_size", None) not in (None, cp_size):
+            raise RefusedError(
+                f"packed_seq_params.local_cp_size {packed.local_cp_size}: groups that change from batch to batch are not "
+                f"built; use None or --context-parallel-size, {cp_size}"
+            )
         seq_len = query.shape[0] * cp_size
         packing = packing_of(packed, seq_len)
         q, k, v = (x.unsqueeze(1) if x.dim() == 3 else x for x in (query, key, value))

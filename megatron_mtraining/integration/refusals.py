@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import RefusedError
+from .layout_mode import GATED_DELTA_NETS
 
 PACKING = (
     "--sft, or packed_seq_params of your own with documents padded to multiples of 64 tokens and cu_seqlens_q_padded"
@@ -139,9 +140,9 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "experimental_attention_variant",
         "--experimental-attention-variant",
-        lambda value, _: value not in (None, "gated_delta_net"),
+        _not(None, *GATED_DELTA_NETS),
         "it replaces core attention by its own",
-        "no variant, or gated_delta_net",
+        "no variant, or a gated delta net",
     ),
     Refusal(
         "use_kitchen_attention", "--use-kitchen-attention", _is_set, "it replaces core attention", "no such option"

@@ -210,6 +210,7 @@ def test_documents_off_the_blocks_are_refused(plugin):
         ({"num_splits": 2}, "num_splits 2"),
         ({"key": torch.zeros(512, 2, 2, 16)}, "256 queries, 512 keys"),
         ({"packed_seq_params": PackedSeqParams(qkv_format="sbhd")}, "qkv_format sbhd"),
+        ({"packed_seq_params": PackedSeqParams(qkv_format="thd", local_cp_size=2)}, "local_cp_size 2: .*use None"),
     ],
 )
 def test_calls_that_are_not_supported_are_refused(plugin, changes, expected):
