@@ -114,9 +114,9 @@ def parse(words: Sequence[str]) -> tuple[Job, argparse.Namespace]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what Megatron says of packages that only training needs
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # and torch of a missing GPU
+        install()
         from megatron.training import arguments
 
-        install()
     parser = _Parser(prog="megatron-mtraining plan", allow_abbrev=False)
     args = arguments.add_megatron_arguments(parser).parse_args([*rest, "--attention-backend", own.attention_backend])
     check_sizes(args)

@@ -23,7 +23,7 @@ from .options import BACKEND, add_mtraining_arguments, changed_options, config_f
 from .rebind import rebind, replace_method
 from .refusals import refuse, refuse_environment
 from .runtime import Runtime
-from .versions import check_megatron_version
+from .versions import check_megatron_version, check_training_package
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,10 @@ def install() -> None:
     """Teaches Megatron's argument parser the plugin's backend and options. Calling it again does nothing.
 
     Raises:
-        RefusedError: if megatron-core is missing or too old.
+        RefusedError: if megatron-core or its training package is missing, or too old.
     """
     check_megatron_version()
+    check_training_package()
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.training import arguments
 
