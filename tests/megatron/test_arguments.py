@@ -152,9 +152,19 @@ def test_a_later_run_without_the_backend_ends_the_use(parse):
     assert not runtime.is_set_up()
 
 
-def test_options_without_the_backend_are_pointed_out(parse, capsys):
-    parse("--mtraining-top-p", "0.5")
-    assert "--mtraining-top-p has no effect without --attention-backend mtraining" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--mtraining-top-p", "0.5"),
+        ("--mtraining-metrics", "metrics.jsonl"),
+        ("--mtraining-layout-mode", "convert"),
+        ("--mtraining-inner-across-hosts",),
+        ("--mtraining-dump-steps", "2"),
+    ],
+)
+def test_options_without_the_backend_are_pointed_out(parse, capsys, words):
+    parse(*words)
+    assert f"{words[0]} has no effect without --attention-backend mtraining" in capsys.readouterr().out
 
 
 def test_no_mask_is_made_in_the_data_loader(parse, capsys):
