@@ -192,6 +192,24 @@ REFUSALS: tuple[Refusal, ...] = (
 )
 
 
+WITHOUT_EFFECT = {
+    "cp_comm_type": ("--cp-comm-type", (None, "p2p", ["p2p"])),
+    "flash_attention_version": ("--flash-attention-version", (None,)),
+}
+"""Options that choose how another attention works, not what it computes: by attribute, the option and the values that
+choose nothing.
+"""
+
+
+def without_effect(args: Any) -> list[str]:
+    """The options given that say how another attention works; they change nothing here, and are pointed out."""
+    return [
+        option
+        for name, (option, nothing) in WITHOUT_EFFECT.items()
+        if hasattr(args, name) and getattr(args, name) not in nothing
+    ]
+
+
 def refuse(owner: Any) -> None:
     """Checks every refusal whose attribute ``owner`` has.
 
