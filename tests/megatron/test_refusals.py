@@ -12,6 +12,7 @@ import pytest
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.integration import MTrainingCoreAttention, RefusedError, runtime
 from megatron_mtraining.integration.refusals import REFUSALS, refuse
 
@@ -170,6 +171,21 @@ def test_the_module_refuses_arguments(plugin, arguments, expected):
     defaults = {"attn_mask_type": AttnMaskType.causal, "attention_type": "self"}
     with pytest.raises(RefusedError, match=expected):
         MTrainingCoreAttention(make_config(), 1, **(defaults | arguments))
+
+
+@pytest.mark.parametrize("changes", [{"layout": "zigzag"}, {"stripe_size": 128}, {"ring": "flat"}])
+def test_a_modules_own_config_cannot_deal_the_sequence(plugin, changes):
+    """It would be ignored; what differs by layer may differ, and what is left at its default says nothing."""
+    plugin(MTrainingConfig(stripe_rotation=2))
+    [(name, value)] = changes.items()
+    with pytest.raises(
+        RefusedError, match=f"^mtraining.{name} {value}: the same for all layers; that of the set-up is"
+    ):
+        MTrainingCoreAttention(
+            make_config(), 1, AttnMaskType.causal, "self", mtraining=MTrainingConfig(top_p=0.5, **changes)
+        )
+    own = MTrainingConfig(top_p=0.5)
+    assert MTrainingCoreAttention(make_config(), 1, AttnMaskType.causal, "self", mtraining=own).mtraining is own
 
 
 def test_unequal_head_dimensions_are_refused_when_the_model_is_built(plugin):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 
 import pytest
@@ -82,6 +83,9 @@ def test_partials_and_lists_are_walked():
     assert count == 2
     assert swapped[0].keywords["submodules"].core_attention is MTrainingCoreAttention
     assert swapped[2][0].submodules.core_attention is MTrainingCoreAttention
+    pair = collections.namedtuple("Pair", "attention other")
+    swapped, count = swap_core_attention(pair(inner, 1), MTrainingCoreAttention)
+    assert (count, type(swapped), swapped.other) == (1, pair, 1)
 
 
 def test_other_masks_cross_attention_and_special_cores_are_left():
