@@ -48,13 +48,19 @@ def status() -> None:
 def _facts() -> Iterator[tuple[str, str]]:
     yield "megatron-mtraining", f"{__version__} ({Path(__file__).parent})"
     folders = opt_in.enabled_folders()
-    yield "enabled", ", ".join(str(folder / opt_in.PTH) for folder in folders) or "no (megatron-mtraining enable)"
+    yield "enabled", ", ".join(map(_enabled, folders)) or "no (megatron-mtraining enable)"
     yield "python", f"{sys.version.split()[0]} ({sys.executable})"
     yield "torch", f"{torch.__version__} (CUDA {torch.version.cuda})"
     for package in PACKAGES:
         yield package, _version(package)
     yield "CUDA library", _library()
     yield "GPUs", _gpus()
+
+
+def _enabled(folder: Path) -> str:
+    """Where the hook is, and whether something is wrong with it."""
+    whole = opt_in.is_whole(folder)
+    return str(folder / opt_in.PTH) + ("" if whole else " (not whole, or of another version: run enable again)")
 
 
 def _version(package: str) -> str:

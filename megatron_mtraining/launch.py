@@ -13,6 +13,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from types import TracebackType
 
 from .integration import RefusedError, cpu_compat, install
@@ -50,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         # First of all: Megatron may lie beside the script.
         sys.path.insert(0, os.getcwd() if as_module else os.path.dirname(os.path.abspath(target)))
+        if as_module:
+            check_module(target)
         sys.argv = [target, *prepare(arguments[1:])]
         if as_module:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
@@ -57,6 +60,24 @@ def main(argv: Sequence[str] | None = None) -> None:
             runpy.run_path(target, run_name="__main__")
     except RefusedError as refused:
         raise SystemExit(one_line(refused)) from None
+
+
+def check_module(name: str) -> None:
+    """Refuses a module that Python could not run.
+
+    Raises:
+        RefusedError: if there is none of that name; what a package above it raises is raised as it is.
+    """
+    try:
+        spec = find_spec(name) if name.strip(".") == name != "" else None
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = find_spec(f"{name}.__main__")
+    except ModuleNotFoundError as missing:
+        if missing.name is not None and not name.startswith(missing.name):
+            raise
+        spec = None
+    if spec is None:
+        raise RefusedError(f"-m {name}: no such module to run; {USAGE}")
 
 
 def prepare(arguments: list[str]) -> list[str]:

@@ -11,6 +11,7 @@ import contextlib
 import csv
 import importlib.metadata
 import os
+import shutil
 import site
 import subprocess
 import sys
@@ -73,10 +74,9 @@ def enable() -> Enabled:
         listed = ", ".join(map(str, site_folders())) or "none exists"
         raise OptInError(f"enable: no site-packages folder of {sys.executable} can be written ({listed})")
     folder = folders[0]
-    source = Path(startup_hook.__file__).read_text(encoding="utf-8")
     try:
-        (folder / HOOK).write_text(source, encoding="utf-8")
-        (folder / PTH).write_text(LINE, encoding="utf-8")
+        for name, content in _contents().items():
+            (folder / name).write_text(content, encoding="utf-8")
         recorded = _record(folder, present=True)
     except OSError as error:
         for path in (folder / PTH, folder / HOOK):  # else it would be on after a command that failed
@@ -85,6 +85,19 @@ def enable() -> Enabled:
         raise OptInError(f"enable: {error}; it is not enabled") from None
     _check_works(folder)
     return Enabled(folder, recorded)
+
+
+def _contents() -> dict[str, str]:
+    """The files that make the hook, in the order in which they are written."""
+    return {HOOK: Path(startup_hook.__file__).read_text(encoding="utf-8"), PTH: LINE}
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a folder has the hook of this version of the package, with nothing missing."""
+    try:
+        return all((folder / name).read_text(encoding="utf-8") == content for name, content in _contents().items())
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def disable() -> list[Path]:
@@ -124,8 +137,15 @@ def _record(folder: Path, present: bool) -> bool:
         rows = [row for row in csv.reader(lines) if row and row[0] not in (PTH, HOOK)]
     if present:
         rows += [[PTH, "", ""], [HOOK, "", ""]]
-    with record.open("w", encoding="utf-8", newline="") as lines:
-        csv.writer(lines, lineterminator="\n").writerows(rows)
+    # A new file in its place: half a RECORD would keep pip from uninstalling, and a package manager may have linked it.
+    new = record.with_name("RECORD.new")
+    try:
+        with new.open("w", encoding="utf-8", newline="") as lines:
+            csv.writer(lines, lineterminator="\n").writerows(rows)
+        shutil.copymode(record, new)
+        new.replace(record)
+    finally:
+        new.unlink(missing_ok=True)
     return True
 
 
@@ -135,7 +155,7 @@ def _check_works(folder: Path) -> None:
     option = f"{startup_hook.OPTION}={startup_hook.BACKEND}"
     for words, expected in (([option], "True"), ([], "False")):
         found = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
-        if found.stdout.strip() != expected:
+        if found.stdout.split()[-1:] != [expected]:  # a sitecustomize may have printed something before
             disable()
             detail = found.stderr.strip().splitlines()[-1:] or ["Python did not run the .pth file"]
-            raise OptInError(f"enable: the hook does not work in {folder} ({detail[0]}); nothing was changed")
+            raise OptInError(f"enable: the hook does not work in {folder} ({detail[0]}); it is not enabled")

@@ -17,9 +17,10 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn
 
-from .config import MTrainingConfig
+from .config import BLOCK, MTrainingConfig
 from .integration import RefusedError
 from .integration.options import BACKEND
 from .launches import chunks_per_launch
@@ -107,18 +108,16 @@ def parse(words: Sequence[str]) -> tuple[Job, argparse.Namespace]:
     if own.model is not None:
         rest = [*model_options(MODELS[own.model]), *rest]
     from .integration import install
-    from .integration.guard import guard_from_args
-    from .integration.layer_plan import plan_from_args
-    from .integration.options import config_from_args
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what Megatron says of packages that only training needs
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # and torch of a missing GPU
+        install()
         from megatron.training import arguments
 
-        install()
     parser = _Parser(prog="megatron-mtraining plan", allow_abbrev=False)
-    args = arguments.add_megatron_arguments(parser).parse_args([*rest, "--attention-backend", own.attention_backend])
+    args = arguments.add_megatron_arguments(parser).parse_args(["--attention-backend", own.attention_backend, *rest])
+    derive_from_pattern(args)
     check_sizes(args)
     used = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     gpus = used if own.gpus is None else own.gpus
@@ -129,11 +128,60 @@ def parse(words: Sequence[str]) -> tuple[Job, argparse.Namespace]:
     if not 0 <= own.communicator_mib < math.inf:
         raise PlanError(f"--communicator-mib {own.communicator_mib:g}: must be a number from 0 up")
     model, unknown = model_of(args)
-    config = config_from_args(args)
-    plan_from_args(args, config)  # these two for what they refuse
-    guard_from_args(args, config)
+    config = checked_config(args)
     job = Job(args, config, model, unknown, gpus, own.gpus_per_node, own.communicator_mib)
     return job, own
+
+
+def checked_config(args: argparse.Namespace) -> MTrainingConfig:
+    """The attention's config, after a look at every option of the plugin; no file or folder is made.
+
+    Raises:
+        RefusedError: for what a launch would refuse.
+    """
+    from .integration.dumping import read_dump_options
+    from .integration.guard import guard_from_args
+    from .integration.layer_plan import plan_from_args
+    from .integration.options import config_from_args
+    from .integration.profiling import profiler_from_args
+
+    config = config_from_args(args)
+    plan_from_args(args, config)
+    guard_from_args(args, config)
+    read_dump_options(args, config)
+    profiler_from_args(args, None if args.mtraining_metrics is None else Path(args.mtraining_metrics))
+    return config
+
+
+def derive_from_pattern(args: argparse.Namespace) -> None:
+    """Does what Megatron's validation does first: a hybrid model's pattern says how many layers there are, also of MTP.
+
+    Raises:
+        ValueError: for a pattern that Megatron does not take; one line.
+    """
+    from megatron.core.models.hybrid.hybrid_layer_allocation import get_hybrid_total_layer_count, parse_hybrid_pattern
+
+    pattern = args.hybrid_layer_pattern
+    if pattern is None:
+        return
+    try:
+        args.num_layers = get_hybrid_total_layer_count(pattern)
+        args.mtp_num_layers = parse_hybrid_pattern(pattern).mtp_num_depths or args.mtp_num_layers
+    except ValueError as error:
+        raise PlanError(f"--hybrid-layer-pattern {pattern}: {' '.join(str(error).split())}") from error
+
+
+STAGE_OPTIONS = (
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+    "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
+)  # fmt: skip
+"""Options with which pipeline stages hold unequal numbers of layers, or several chunks of them."""
+
+
+def stage_option(args: argparse.Namespace) -> str:
+    """The first of :data:`STAGE_OPTIONS` that is given; empty if none is."""
+    return next((f"--{name.replace('_', '-')}" for name in STAGE_OPTIONS if getattr(args, name, None)), "")
 
 
 def check_sizes(args: argparse.Namespace) -> None:
@@ -158,7 +206,8 @@ def model_of(args: argparse.Namespace) -> tuple[Model | None, str]:
     """The shape of the model that the options describe, or why it is not modelled."""
     for name, what in (
         ("num_experts", "experts"), ("multi_latent_attention", "latent attention"), ("mtp_num_layers", "MTP"),
-        ("hybrid_layer_pattern", "a hybrid model"),
+        ("hybrid_layer_pattern", "a hybrid model"), ("heterogeneous_layers_config_path", "heterogeneous layers"),
+        ("heterogeneous_layers_config_encoded_json", "heterogeneous layers"),
     ):  # fmt: skip
         if getattr(args, name, None):
             return None, f"memory of the model is not estimated with {what}"
@@ -170,10 +219,13 @@ def model_of(args: argparse.Namespace) -> tuple[Model | None, str]:
     if heads % groups:
         raise PlanError(f"--num-query-groups {groups}: must divide --num-attention-heads {heads}")
     tp = args.tensor_model_parallel_size
-    for option, value in (("--num-attention-heads", heads), ("--num-query-groups", groups)):
-        if value % tp:
-            raise PlanError(f"{option} {value}: must be a multiple of --tensor-model-parallel-size {tp}")
-    if args.num_layers % args.pipeline_model_parallel_size:
+    if heads % tp:
+        raise PlanError(f"--num-attention-heads {heads}: must be a multiple of --tensor-model-parallel-size {tp}")
+    if groups % tp and tp % groups:  # fewer groups than ranks: some ranks hold the same one
+        raise PlanError(
+            f"--num-query-groups {groups}: must be a multiple or divisor of --tensor-model-parallel-size {tp}"
+        )
+    if args.num_layers % args.pipeline_model_parallel_size and not stage_option(args):
         raise PlanError(
             f"--num-layers {args.num_layers}: must be a multiple of --pipeline-model-parallel-size "
             f"{args.pipeline_model_parallel_size}"
@@ -181,6 +233,8 @@ def model_of(args: argparse.Namespace) -> tuple[Model | None, str]:
     unit = args.make_vocab_size_divisible_by * tp
     vocabulary = args.padded_vocab_size or -(-(args.vocab_size or 0) // unit) * unit
     unknown = "" if vocabulary else "no --vocab-size or --padded-vocab-size: embeddings and logits are left out"
+    if stage_option(args):
+        unknown = f"memory of pipeline stages is not estimated with {stage_option(args)}"
     head_dim = args.kv_channels or hidden // heads
     tied = not args.untie_embeddings_and_output_weights
     return Model(args.num_layers, hidden, ffn, heads, groups, head_dim, vocabulary, tied, bool(args.swiglu)), unknown
@@ -238,7 +292,7 @@ def plan(job: Job) -> dict[str, Any]:
 
 def stages(job: Job, parallel: Parallel) -> list[dict[str, Any]]:
     """GiB of a rank of each pipeline stage; all ranks of a stage hold the same."""
-    if job.model is None:
+    if job.model is None or stage_option(job.args):
         return []
     args, per_stage = job.args, job.gpus // parallel.pp
     training = Training(
@@ -250,9 +304,12 @@ def stages(job: Job, parallel: Parallel) -> list[dict[str, Any]]:
         job.config.chunks_per_launch,
     )
     found = []
+    seq_len = -(-args.seq_length // BLOCK) * BLOCK  # one rank may hold any length
     for stage in range(parallel.pp):
-        parts = memory_plan(job.model, args.seq_length, parallel, training, stage)
-        found.append({"stage": stage, "ranks": [stage * per_stage, (stage + 1) * per_stage - 1], "gib": parts})
+        parts = memory_plan(job.model, seq_len, parallel, training, stage)
+        # With --use-tp-pp-dp-mapping the ranks of a stage are not neighbours.
+        ranks = None if args.use_tp_pp_dp_mapping else [stage * per_stage, (stage + 1) * per_stage - 1]
+        found.append({"stage": stage, "ranks": ranks, "gib": parts})
     return found
 
 
@@ -264,7 +321,8 @@ def recommendation(job: Job, parallel: Parallel) -> dict[str, Any] | None:
     node = parallel.cp if parallel.nodes == 1 else max(job.gpus_per_node // parallel.tp, 1)
     if parallel.cp == 1 or model is None or parallel.cp % node or parallel.cp // node != parallel.nodes:
         return None
-    shape = Shape(job.args.seq_length, model.heads // parallel.tp, model.kv_heads // parallel.tp, model.head_dim)
+    kv_heads = max(model.kv_heads // parallel.tp, 1)
+    shape = Shape(job.args.seq_length, model.heads // parallel.tp, kv_heads, model.head_dim)
     cluster = Cluster(parallel.cp, node, H200_LINKS, H200_RATES)
     predictor = Predictor(shape, make_profile(Pattern(), shape.seq_len, shape.heads), cluster)
     best = predictor.recommend()[0]
@@ -289,9 +347,9 @@ def text(result: dict[str, Any]) -> str:
         f"{len(megatrons)} of Megatron's used ({', '.join(megatrons) or 'none'})",
     ]
     for stage in result["stages"]:
-        first, last = stage["ranks"]
+        ranks = " {}-{}".format(*stage["ranks"]) if stage["ranks"] else ""
         parts = ", ".join(f"{name} {size:.2f}" for name, size in stage["gib"].items())
-        lines.append(f"GiB of each of the ranks {first}-{last} (pipeline stage {stage['stage']}): {parts}")
+        lines.append(f"GiB of each of the ranks{ranks} (pipeline stage {stage['stage']}): {parts}")
     if result["unknown"]:
         lines.append(f"note: {result['unknown']}")
     if result["recommended"]:

@@ -32,16 +32,25 @@ def is_requested(words: Sequence[str]) -> bool:
 
 
 class Finder:
-    """Finds nothing but ``megatron.training``, and that once: as Python would, with a call after it has run."""
+    """Finds nothing but ``megatron.training``: as Python would, with a call after it has run.
+
+    It stays until the module is loaded, because looking for a module is not loading it: programs ask whether there is one.
+    """
+
+    def __init__(self) -> None:
+        self.is_asking = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         """The module's own spec, whose loader calls the plugin at its end; None for every other module."""
-        if name != TRIGGER:
+        if name != TRIGGER or self.is_asking:
             return None
-        disarm()
         from importlib.util import find_spec
 
-        spec = find_spec(name)
+        self.is_asking = True
+        try:
+            spec = find_spec(name)
+        finally:
+            self.is_asking = False
         if spec is not None and spec.loader is not None:
             spec.loader.exec_module = _then_take_over(spec.loader.exec_module)  # type: ignore
         return spec
@@ -49,6 +58,7 @@ class Finder:
 
 def _then_take_over(load: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
     def exec_module(module: ModuleType) -> None:
+        disarm()
         load(module)
         try:
             from megatron_mtraining.launch import take_over

@@ -95,6 +95,7 @@ class MTrainingCoreAttention(MegatronModule):
         self.pg_collection = pg_collection
         self.follows_plan = mtraining is None
         self.mtraining = runtime.current().config if mtraining is None else mtraining
+        _check_own_config(self.mtraining)
 
     def forward(
         self,
@@ -274,6 +275,11 @@ class MTrainingCoreAttention(MegatronModule):
         if packed.cp_group is not None and packed.cp_group.size() > 1 and packed.cp_group is not cp_group:
             raise RefusedError("packed_seq_params.cp_group: groups that change from batch to batch are not built")
         cp_size = 1 if cp_group is None else cp_group.size()
+        if getattr(packed, "local_cp_size", None) not in (None, cp_size):
+            raise RefusedError(
+                f"packed_seq_params.local_cp_size {packed.local_cp_size}: groups that change from batch to batch are not "
+                f"built; use None or --context-parallel-size, {cp_size}"
+            )
         seq_len = query.shape[0] * cp_size
         packing = packing_of(packed, seq_len)
         q, k, v = (x.unsqueeze(1) if x.dim() == 3 else x for x in (query, key, value))
@@ -321,6 +327,17 @@ class MTrainingCoreAttention(MegatronModule):
         """Drops the extra state that Transformer Engine saves for a core attention; there is nothing to load."""
         state_dict.pop(f"{prefix}_extra_state", None)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _check_own_config(own: MTrainingConfig) -> None:
+    """Refuses what a module's own config cannot choose: ranks hold the sequence, and form rings, as the set-up says."""
+    if not runtime.is_set_up():  # on one rank a module may do without
+        return
+    common = runtime.current().config
+    for name in ("layout", "stripe_size", "stripe_rotation", "ring"):
+        value, wanted = getattr(own, name), getattr(common, name)
+        if value not in (wanted, getattr(MTrainingConfig, name)):
+            raise RefusedError(f"mtraining.{name} {value}: the same for all layers; that of the set-up is {wanted}")
 
 
 def _check_mask_type(mask_type: AttnMaskType, packed: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from megatron_mtraining.index import VerticalSlashIndex
 from megatron_mtraining.index_dump import save_index
 
 from .errors import RefusedError
-from .layer_plan import parse_numbers
+from .layer_plan import layers_of, parse_numbers
 from .options import option_name, require_lines
 
 
@@ -50,8 +51,8 @@ class IndexDump:
         save_index(path, index, iteration=iteration, layer=layer, tensor_parallel_rank=tp, data_parallel_rank=dp)
 
 
-def dump_from_args(args: Any, config: MTrainingConfig) -> IndexDump | None:
-    """The dump that the options describe, if any; makes its folder.
+def read_dump_options(args: Any, config: MTrainingConfig) -> IndexDump | None:
+    """The dump that the options describe, if any.
 
     Raises:
         RefusedError: for a value that is not valid; names the option, the value and the valid ones.
@@ -60,18 +61,31 @@ def dump_from_args(args: Any, config: MTrainingConfig) -> IndexDump | None:
     iterations = parse_numbers(option_name("dump_steps"), steps, 1, None)
     numbers = None
     if layers is not None:
-        most = args.num_layers + (getattr(args, "mtp_num_layers", None) or 0) - 1
-        numbers = frozenset(parse_numbers(option_name("dump_layers"), layers, 0, most))
+        numbers = frozenset(parse_numbers(option_name("dump_layers"), layers, 0, layers_of(args) - 1))
     if folder is None:
         if numbers is not None or iterations != [1]:
             raise RefusedError(f"{option_name('dump_layers')} and {option_name('dump_steps')} need a folder: give "
                                f"{option_name('dump_index')} DIR")  # fmt: skip
         return None
+    if not folder:
+        raise RefusedError(f"{option_name('dump_index')} '': must name a folder")
     require_lines(option_name("dump_index"), config)
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RefusedError(
-            f"{option_name('dump_index')} {folder}: cannot make the folder ({error.strerror})"
-        ) from error
     return IndexDump(Path(folder), frozenset(iterations), numbers)
+
+
+def dump_from_args(args: Any, config: MTrainingConfig) -> IndexDump | None:
+    """:func:`read_dump_options`; makes the folder.
+
+    Raises:
+        RefusedError: as there, and if the folder cannot be made or written.
+    """
+    dump = read_dump_options(args, config)
+    if dump is not None:
+        option = f"{option_name('dump_index')} {dump.folder}"
+        try:
+            dump.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RefusedError(f"{option}: cannot make the folder ({error.strerror})") from error
+        if not os.access(dump.folder, os.W_OK | os.X_OK):
+            raise RefusedError(f"{option}: cannot write into the folder")
+    return dump

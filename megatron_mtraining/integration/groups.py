@@ -116,9 +116,9 @@ def plan_rings(
 def _plan_given(hosts: Sequence[str], sizes: Sequence[int], across_hosts: bool) -> RingPlan:
     """The plan of Megatron's hierarchical sizes, level 0 (adjacent ranks) being the inner ring."""
     option = f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))}"
-    if len(sizes) != 2 or sizes[0] * sizes[1] != len(hosts):
+    if len(sizes) != 2 or min(sizes) < 1 or sizes[0] * sizes[1] != len(hosts):
         raise RefusedError(
-            f"{option}: MTraining attention needs two sizes, inner and outer, whose product is {len(hosts)}"
+            f"{option}: MTraining attention needs two sizes from 1 up, inner and outer, whose product is {len(hosts)}"
         )
     inner = sizes[0]
     crossing = any(len(set(hosts[first : first + inner])) > 1 for first in range(0, len(hosts), inner))

@@ -21,9 +21,9 @@ from .layer_plan import plan_from_args
 from .layout_mode import check_sequence_length, choose_layout_mode
 from .options import BACKEND, add_mtraining_arguments, changed_options, config_from_args
 from .rebind import rebind, replace_method
-from .refusals import refuse, refuse_environment
+from .refusals import refuse, refuse_environment, without_effect
 from .runtime import Runtime
-from .versions import check_megatron_version
+from .versions import check_megatron_version, check_training_package
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,10 @@ def install() -> None:
     """Teaches Megatron's argument parser the plugin's backend and options. Calling it again does nothing.
 
     Raises:
-        RefusedError: if megatron-core is missing or too old.
+        RefusedError: if megatron-core or its training package is missing, or too old.
     """
     check_megatron_version()
+    check_training_package()
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.training import arguments
 
@@ -215,6 +216,9 @@ def activate(args: argparse.Namespace, parsed: Parsed) -> None:
     _report(args, f"layout {parsed.config.layout}, {mode.mode}: {mode.reason}")
     if state.plan.describe():
         _report(args, state.plan.describe())
+    unused = without_effect(args)
+    if unused:
+        _report(args, f"{', '.join(unused)} has no effect with --attention-backend {BACKEND}")
     if parsed.drops_mask:
         _report(args, "the data loader makes no attention mask (--no-create-attention-mask-in-dataloader)")
 

@@ -81,6 +81,10 @@ def _changed(base: MTrainingConfig, dense: bool, top_p: float | None) -> MTraini
     return replace(base, dense=dense, top_p=top_p, vertical_top_p=None, slash_top_p=None)
 
 
+MOST_NUMBERS = 10_000_000
+"""The largest number where nothing else bounds it: a range is written out, so it must end somewhere."""
+
+
 def parse_numbers(option: str, text: str, low: int, high: int | None) -> list[int]:
     """``0-1,27`` -> ``[0, 1, 27]``.
 
@@ -92,8 +96,8 @@ def parse_numbers(option: str, text: str, low: int, high: int | None) -> list[in
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
         first = int(match[1]) if match else -1
         last = int(match[2] or match[1]) if match else -1
-        if not match or last < first or first < low or (high is not None and last > high):
-            bounds = f"from {low}" + (f" to {high}" if high is not None else " up")
+        if not match or last < first or first < low or last > (MOST_NUMBERS if high is None else high):
+            bounds = f"from {low}" + (f" up (at most {MOST_NUMBERS})" if high is None else f" to {high}")
             raise RefusedError(f"{option} {text}: must be numbers and ranges such as 2,5-7, {bounds}")
         numbers += range(first, last + 1)
     return numbers
@@ -126,7 +130,7 @@ def _parse_layer_top_p(option: str, text: str, layers: int) -> tuple[tuple[int, 
 def _parse_schedule(option: str, text: str) -> tuple[float, float, int]:
     """``1:0.95:1000`` -> ``(1.0, 0.95, 1000)``."""
     parts = text.split(":")
-    if len(parts) != 3 or not parts[2].isdigit() or int(parts[2]) < 1:
+    if len(parts) != 3 or not parts[2].isdecimal() or int(parts[2]) < 1:
         raise RefusedError(f"{option} {text}: must be FIRST:LAST:STEPS such as 1:0.95:1000, with at least one step")
     return _share(option, text, parts[0]), _share(option, text, parts[1]), int(parts[2])
 
@@ -153,7 +157,7 @@ def parse_plan_option(name: str, option: str, value: Any, layers: int) -> Any:
         return _parse_layer_top_p(option, value, layers)
     if name == "top_p_schedule":
         return _parse_schedule(option, value)
-    if not str(value).isdigit():
+    if not str(value).isdecimal():
         raise RefusedError(f"{option} {value}: must be a number of steps, 0 or more")
     return int(value)
 
@@ -169,23 +173,43 @@ def plan_from_args(args: Any, config: MTrainingConfig) -> LayerPlan:
         RefusedError: for a value that is not valid or options that contradict each other; names them.
     """
     layers = layers_of(args)
-    given = {name: value for name in PLAN_OPTIONS if (value := getattr(args, "mtraining_" + name))}
+    given = {name: value for name in PLAN_OPTIONS if (value := getattr(args, "mtraining_" + name)) not in (None, 0)}
     plan = LayerPlan(
         **{name: parse_plan_option(name, option_name(name), value, layers) for name, value in given.items()}
     )
     check_plan(plan, config, layers, option_name)
+    for name in given.keys() & {"dense_layers", "layer_top_p"}:
+        _check_attention(f"{option_name(name)} {given[name]}", {*plan.dense_layers, *dict(plan.layer_top_p)}, args)
     return plan
+
+
+WITHOUT_ATTENTION = "MG-E"
+"""Letters of ``--hybrid-layer-pattern`` whose layers have no softmax attention: state space, gated delta net, MLP, experts."""
+
+
+def _check_attention(option: str, named: set[int], args: Any) -> None:
+    """Refuses layers of a hybrid model none of which has attention: the option would do nothing."""
+    letters = (getattr(args, "hybrid_layer_pattern", None) or "").replace("|", "").replace("/", "")
+    having = [layer for layer, letter in enumerate(letters) if letter not in WITHOUT_ATTENTION]
+    if letters and not named & set(having):
+        raise RefusedError(
+            f"{option}: none of these layers of --hybrid-layer-pattern {args.hybrid_layer_pattern} has attention; "
+            f"{_ranges(having) or 'none'} have"
+        )
 
 
 def layers_of(model: Any) -> int:
     """Layers of the whole model, those of multi-token prediction after the others; of Megatron's arguments or config.
+
+    A hybrid model's depth of multi-token prediction has all layers of its pattern.
 
     Raises:
         RefusedError: if the number is not known yet.
     """
     if not model.num_layers:
         raise RefusedError("num_layers is not set: a plan by layer or step needs it")
-    return int(model.num_layers) + (getattr(model, "mtp_num_layers", None) or 0)
+    predicting = "".join((getattr(model, "hybrid_layer_pattern", None) or "").split("/")[1:])
+    return int(model.num_layers) + (len(predicting) or getattr(model, "mtp_num_layers", None) or 0)
 
 
 def check_plan(plan: LayerPlan, config: MTrainingConfig, layers: int, named: Callable[[str], str]) -> None:

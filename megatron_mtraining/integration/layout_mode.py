@@ -21,6 +21,17 @@ from .options import option_name
 NATIVE = "native"
 CONVERT = "convert"
 
+GATED_DELTA_NETS = ("gated_delta_net", "gdn", "gdn2")
+"""Values of ``--experimental-attention-variant`` that make some layers a gated delta net; since 0.20 the first is the
+second's old name."""
+
+OPTION_OF = {
+    "seq_len": "--seq-length",
+    "cp_size": "--context-parallel-size",
+    "stripe_rotation": option_name("stripe_rotation"),
+}
+"""The options behind the names in a layout's messages."""
+
 STATE_SPACE_SYMBOLS = "MG"
 """Letters of ``--hybrid-layer-pattern`` whose layers (Mamba, gated delta net) redo Megatron's zigzag themselves."""
 
@@ -58,14 +69,18 @@ ZIGZAG_USERS: tuple[ZigzagUser, ...] = (
     ZigzagUser("--mtp-num-layers (its roll)", lambda args: bool(_get(args, "mtp_num_layers"))),
     ZigzagUser("state-space layers in --hybrid-layer-pattern", _has_state_space_layers),
     ZigzagUser(
-        "--experimental-attention-variant gated_delta_net",
-        lambda args: _get(args, "experimental_attention_variant") == "gated_delta_net",
+        "the gated delta net of --experimental-attention-variant",
+        lambda args: _get(args, "experimental_attention_variant") in GATED_DELTA_NETS,
     ),
     ZigzagUser("--position-embedding-type mrope", lambda args: _get(args, "position_embedding_type") == "mrope"),
     ZigzagUser(
         "the fused rotary embedding of multi-latent attention",
         lambda args: bool(_get(args, "multi_latent_attention") and _get(args, "apply_rope_fusion")),
     ),
+    ZigzagUser(
+        "--logits-load-dir (a teacher's logits, token by token)", lambda args: bool(_get(args, "logits_load_dir"))
+    ),
+    ZigzagUser("--logits-save-dir (logits for any student)", lambda args: bool(_get(args, "logits_save_dir"))),
     ZigzagUser("a vision-language model", _is_vision_script),
 )
 
@@ -125,7 +140,10 @@ def check_sequence_length(seq_len: int, args: Any, config: MTrainingConfig, mode
         if mode.mode == CONVERT:
             Layout.zigzag(seq_len, cp_size)
     except ValueError as error:
-        raise RefusedError(str(error).replace("seq_len=", "--seq-length ")) from error
+        message = str(error)
+        for name, option in OPTION_OF.items():
+            message = message.replace(f"{name}=", f"{option} ")
+        raise RefusedError(message) from error
     if getattr(args, "sequence_parallel", False):
         need = cp_size * args.tensor_model_parallel_size
         if seq_len % need:

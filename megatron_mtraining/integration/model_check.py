@@ -115,12 +115,16 @@ def check_model(models: Iterable[torch.nn.Module]) -> AttentionCensus:
 
 
 def _number_mtp_layers(models: list[torch.nn.Module]) -> None:
-    """Numbers the layers of multi-token prediction, which Megatron begins anew, after the decoder's."""
+    """Numbers the layers of multi-token prediction, which Megatron begins anew, after the decoder's.
+
+    A depth of a hybrid model has a pattern of layers, of which all count, as in its decoder.
+    """
     for depth in _modules(models, MultiTokenPredictionLayer):
         cores = list(_modules([depth], MTrainingCoreAttention))
-        first = depth.config.num_layers + (depth.layer_number - 1) * len(cores)
-        for index, core in enumerate(cores, first):
-            core.layer_index = index
+        pattern = getattr(depth, "mtp_layer_pattern", None)
+        first = depth.config.num_layers + (depth.layer_number - 1) * (len(pattern) if pattern else len(cores))
+        for place, core in enumerate(cores):
+            core.layer_index = first + (core.layer_number - 1 if pattern else place)
 
 
 def _note_expectations(models: list[torch.nn.Module]) -> None:

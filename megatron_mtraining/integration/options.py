@@ -27,38 +27,35 @@ def option_name(field_name: str) -> str:
 
 
 def add_mtraining_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds one option per config field, and those of the integration itself, as an argument group."""
+    """Adds one option per config field, and those of a run, as an argument group."""
     group = parser.add_argument_group(
         "mtraining", f"Distributed dynamic sparse attention; used with --attention-backend {BACKEND}."
     )
     hints = typing.get_type_hints(MTrainingConfig)
     for item in fields(MTrainingConfig):
         group.add_argument(option_name(item.name), **_argument(item, hints[item.name]))
-    group.add_argument(
-        option_name("layout_mode"),
-        choices=LAYOUT_MODES,
-        default="auto",
-        help="native: batch and rotary embedding are dealt in the attention's layout; convert: they stay in Megatron's "
-        "and every attention call converts; auto: native unless another user of Megatron's layout is present",
-    )
-    group.add_argument(
-        option_name("metrics"),
-        metavar="FILE",
-        default=None,
-        help="append a line of JSON per logging interval to FILE: loss, tokens/s, density, imbalance, index time "
-        "(default: no metrics)",
-    )
-    group.add_argument(
-        option_name("inner_across_hosts"),
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="allow an inner ring whose ranks lie on several hosts",
-    )
     for name, settings in RUN_OPTIONS.items():
         group.add_argument(option_name(name), **settings)
 
 
 RUN_OPTIONS: dict[str, dict[str, Any]] = {
+    "layout_mode": {
+        "choices": LAYOUT_MODES,
+        "default": "auto",
+        "help": "native: batch and rotary embedding are dealt in the attention's layout; convert: they stay in Megatron's "
+        "and every attention call converts; auto: native unless another user of Megatron's layout is present",
+    },
+    "metrics": {
+        "metavar": "FILE",
+        "default": None,
+        "help": "append a line of JSON per logging interval to FILE: loss, tokens/s, density, imbalance, index time "
+        "(default: no metrics)",
+    },
+    "inner_across_hosts": {
+        "action": argparse.BooleanOptionalAction,
+        "default": False,
+        "help": "allow an inner ring whose ranks lie on several hosts",
+    },
     "log": {
         "choices": ("all", "no-recall", "none"),
         "default": "all",

@@ -36,6 +36,9 @@ class Packing:
     bounds: tuple[int, ...]
 
 
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_q_padded", "cu_seqlens_kv", "cu_seqlens_kv_padded")
+"""The cumulative lengths of a ``PackedSeqParams``."""
+
 _read: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """What was read of each ``PackedSeqParams``: the number of tokens and the tensors' versions it holds for, and the packing."""
 
@@ -56,14 +59,34 @@ def packing_of(packed: PackedSeqParams, num_tokens: int) -> Packing:
     """
     if packed.qkv_format != "thd":
         raise RefusedError(f"packed_seq_params.qkv_format {packed.qkv_format}: use thd")
-    given = [x for x in (packed.cu_seqlens_q, packed.cu_seqlens_q_padded) if x is not None]
-    holds_for = (num_tokens, [(id(x), x._version) for x in given])
+    given = {name: x for name in LENGTHS if (x := getattr(packed, name)) is not None}
+    holds_for = (num_tokens, [(name, id(x), x._version) for name, x in given.items()])
     remembered = _read.get(packed)
     if remembered is None or remembered[0] != holds_for:
-        remembered = (holds_for, read_packing(*(x.tolist() for x in given), num_tokens=num_tokens))
+        remembered = (holds_for, read_packing(*_lengths_on_host(given), num_tokens=num_tokens))
         _read[packed] = remembered
     packing: Packing = remembered[1]
     return packing
+
+
+def _lengths_on_host(given: dict[str, Tensor]) -> list[list[int]]:
+    """The lengths of the queries, real ones before padded ones. Those of the keys must be the same.
+
+    Raises:
+        RefusedError: for lengths of other dimensions, none at all, or keys with lengths of their own.
+    """
+    for name, x in given.items():
+        if x.dim() != 1:
+            raise RefusedError(f"packed_seq_params.{name} of shape {tuple(x.shape)}: must have one dimension")
+    if not any(name.startswith("cu_seqlens_q") for name in given):
+        raise RefusedError("packed_seq_params.cu_seqlens_q None: must be given, documents are told apart by it")
+    for name, keys in given.items():
+        queries = given.get(name.replace("_kv", "_q"))
+        if keys is not queries and (queries is None or keys.tolist() != queries.tolist()):
+            raise RefusedError(
+                f"packed_seq_params.{name}: other documents than cu_seqlens_q; only self-attention is built"
+            )
+    return [given[name].tolist() for name in LENGTHS[:2] if name in given]
 
 
 def read_packing(real: list[int], padded: list[int] | None = None, *, num_tokens: int) -> Packing:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import RefusedError
+from .layout_mode import GATED_DELTA_NETS
 
 PACKING = (
     "--sft, or packed_seq_params of your own with documents padded to multiples of 64 tokens and cu_seqlens_q_padded"
@@ -139,9 +140,9 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "experimental_attention_variant",
         "--experimental-attention-variant",
-        lambda value, _: value not in (None, "gated_delta_net"),
+        _not(None, *GATED_DELTA_NETS),
         "it replaces core attention by its own",
-        "no variant, or gated_delta_net",
+        "no variant, or a gated delta net",
     ),
     Refusal(
         "use_kitchen_attention", "--use-kitchen-attention", _is_set, "it replaces core attention", "no such option"
@@ -189,6 +190,24 @@ REFUSALS: tuple[Refusal, ...] = (
         PACKING,
     ),
 )
+
+
+WITHOUT_EFFECT = {
+    "cp_comm_type": ("--cp-comm-type", (None, "p2p", ["p2p"])),
+    "flash_attention_version": ("--flash-attention-version", (None,)),
+}
+"""Options that choose how another attention works, not what it computes: by attribute, the option and the values that
+choose nothing.
+"""
+
+
+def without_effect(args: Any) -> list[str]:
+    """The options given that say how another attention works; they change nothing here, and are pointed out."""
+    return [
+        option
+        for name, (option, nothing) in WITHOUT_EFFECT.items()
+        if hasattr(args, name) and getattr(args, name) not in nothing
+    ]
 
 
 def refuse(owner: Any) -> None:

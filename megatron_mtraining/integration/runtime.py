@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -51,33 +52,41 @@ class Runtime:
     steps_done: Callable[[], int] = _no_steps
     guard: Guard | None = None
     dump: IndexDump | None = None
-    _layouts: dict[tuple[str, int, int], Layout] = field(default_factory=dict)
 
     def attention_layout(self, seq_len: int, cp_size: int) -> Layout:
         """The layout in which attention works on a sequence.
 
         Raises:
-            ValueError: if the length does not fit; names the nearest valid ones.
+            RefusedError: if the length does not fit; names the nearest valid ones.
         """
-        return self._layout(self.config.layout, seq_len, cp_size)
+        with _refusing():
+            return Layout.from_config(self.config, seq_len, cp_size)
 
     def model_layout(self, seq_len: int, cp_size: int) -> Layout:
         """The layout in which the rest of the model holds a sequence.
 
         Raises:
-            ValueError: if the length does not fit; names the nearest valid ones.
+            RefusedError: if the length does not fit; names the nearest valid ones.
         """
-        kind = "zigzag" if self.layout_mode.mode == CONVERT else self.config.layout
-        return self._layout(kind, seq_len, cp_size)
+        if self.layout_mode.mode == CONVERT and self.config.layout != "zigzag":
+            with _refusing():
+                return _zigzag(seq_len, cp_size)
+        return self.attention_layout(seq_len, cp_size)
 
-    def _layout(self, kind: str, seq_len: int, cp_size: int) -> Layout:
-        key = (kind, seq_len, cp_size)
-        if key not in self._layouts:
-            if kind == self.config.layout:
-                self._layouts[key] = Layout.from_config(self.config, seq_len, cp_size)
-            else:
-                self._layouts[key] = Layout.zigzag(seq_len, cp_size)
-        return self._layouts[key]
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Makes a refusal, which ends a run with one line, of a length that the layout cannot deal: a batch may have any."""
+    try:
+        yield
+    except ValueError as error:
+        raise RefusedError(str(error)) from error
+
+
+@lru_cache(maxsize=64)
+def _zigzag(seq_len: int, cp_size: int) -> Layout:
+    """Megatron's layout; the same object for the lengths last used, so that its tables stay on the device."""
+    return Layout.zigzag(seq_len, cp_size)
 
 
 @lru_cache(maxsize=64)

@@ -53,8 +53,7 @@ def deal_batch(
         The same dictionary, with tensors ``[batch, seq_len / cp_size, ...]``.
 
     Raises:
-        RefusedError: for hybrid context parallelism or an attention mask.
-        ValueError: if a sequence length does not fit the layout.
+        RefusedError: for hybrid context parallelism, an attention mask, or a sequence length that does not fit the layout.
     """
     if cp_group is None:
         from megatron.core import parallel_state
@@ -87,7 +86,8 @@ def deal_rotary(pos_emb: Tensor, seq_dim: int, cp_group: torch.distributed.Proce
         cp_group: the context-parallel group.
 
     Raises:
-        ValueError: if there is no group, or the sequence length does not fit the layout.
+        ValueError: if there is no group.
+        RefusedError: if the sequence length does not fit the layout.
     """
     if cp_group is None:
         raise ValueError("cp_group must be given to deal the position embedding")

@@ -52,7 +52,11 @@ def swap_core_attention(spec: Any, core_attention: Any) -> tuple[Any, int]:
             return _rebuild(node, walk)
         if isinstance(node, (list, tuple)):
             items = [walk(item) for item in node]
-            return node if all(a is b for a, b in zip(items, node, strict=True)) else type(node)(items)
+            if all(a is b for a, b in zip(items, node, strict=True)):
+                return node
+            return (
+                type(node)(*items) if hasattr(node, "_fields") else type(node)(items)
+            )  # a named tuple takes them one by one
         return node
 
     return walk(spec), swaps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 
 from .errors import RefusedError
 
@@ -25,6 +26,21 @@ def check_megatron_version(version: str | None = None) -> None:
     match = re.match(r"(\d+)\.(\d+)", found)
     if match is None or tuple(map(int, match.groups())) < OLDEST:
         raise RefusedError(f"megatron-core {found} is not supported: install megatron-core {SUPPORTED}")
+
+
+def check_training_package() -> None:
+    """Refuses a megatron-core without Megatron's training loop: parts of a checkout, or another package of that name.
+
+    Raises:
+        RefusedError: naming where megatron.core is.
+    """
+    if find_spec("megatron.training") is None:
+        import megatron.core
+
+        raise RefusedError(
+            f"megatron.training was not found beside megatron.core ({next(iter(megatron.core.__path__), '?')}): install "
+            f"megatron-core {SUPPORTED}, or put a whole Megatron-LM checkout on PYTHONPATH"
+        )
 
 
 def _megatron_version() -> str:

@@ -131,16 +131,17 @@ def memory_plan(
     """GiB of one GPU of a pipeline stage by what holds it, and their sum ``total``.
 
     Raises:
-        ValueError: if tensor parallelism does not divide the key heads, or the sequence cannot be shared.
+        ValueError: if tensor parallelism neither divides the key heads nor is a multiple of them, or the sequence cannot
+            be shared.
     """
     training = training or Training()
     tp, cp, pp = parallel.tp, parallel.cp, parallel.pp
-    if model.kv_heads % tp:
-        raise ValueError(f"tp={tp}: must divide the {model.kv_heads} key heads")
+    if model.kv_heads % tp and tp % model.kv_heads:
+        raise ValueError(f"tp={tp}: must divide the {model.kv_heads} key heads, or be a multiple of them")
     if seq_len % (BLOCK * cp):
         raise ValueError(f"seq_len={seq_len}: must be a multiple of {BLOCK * cp} for cp={cp}")
     local, element = training.micro_batch * seq_len // cp, 2 if training.half else 4
-    shape = Shape(seq_len, model.heads // tp, model.kv_heads // tp, model.head_dim, element)
+    shape = Shape(seq_len, model.heads // tp, max(model.kv_heads // tp, 1), model.head_dim, element)
     layers, last = model.layers / pp, stage == pp - 1
     weights = layers * model.layer_parameters / tp + model.stage_embeddings(stage, pp) / tp
     kept_states = weights / (parallel.dp * cp if training.sharded_optimizer else 1)

@@ -232,8 +232,11 @@ def test_memory_plans() -> None:
     assert few["total"] > many["total"] and few["weights"] == many["weights"]
     needed = [smallest_cp(model, n, 131.0) or 0 for n in (131072, 524288)]
     assert 1 <= needed[0] <= needed[1]
-    with pytest.raises(ValueError, match="tp=4: must divide the 2 key heads"):
-        memory_plan(model, 131072, Parallel(4, 8))
+    with pytest.raises(ValueError, match="tp=3: must divide the 2 key heads, or be a multiple"):
+        memory_plan(model, 131072, Parallel(3, 8))
+    # With more tensor-parallel ranks than key heads each holds one: halves of two heads on four ranks are two heads.
+    of_two, of_four = (memory_plan(model, 131072, Parallel(tp, 8)) for tp in (2, 4))
+    assert of_four["ring buffers"] == of_two["ring buffers"] and of_four["weights"] == of_two["weights"] / 2
 
 
 @pytest.mark.parametrize(

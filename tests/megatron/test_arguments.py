@@ -152,9 +152,33 @@ def test_a_later_run_without_the_backend_ends_the_use(parse):
     assert not runtime.is_set_up()
 
 
-def test_options_without_the_backend_are_pointed_out(parse, capsys):
-    parse("--mtraining-top-p", "0.5")
-    assert "--mtraining-top-p has no effect without --attention-backend mtraining" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--mtraining-top-p", "0.5"),
+        ("--mtraining-metrics", "metrics.jsonl"),
+        ("--mtraining-layout-mode", "convert"),
+        ("--mtraining-inner-across-hosts",),
+        ("--mtraining-dump-steps", "2"),
+    ],
+)
+def test_options_without_the_backend_are_pointed_out(parse, capsys, words):
+    parse(*words)
+    assert f"{words[0]} has no effect without --attention-backend mtraining" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "pointed_out"),
+    [
+        ((), False),
+        (("--cp-comm-type", "p2p"), False),
+        (("--cp-comm-type", "a2a"), True),
+        (("--cp-comm-type", "p2p", "a2a"), True),
+    ],
+)
+def test_options_of_another_attention_are_pointed_out(parse, capsys, words, pointed_out):
+    parse("--attention-backend", "mtraining", "--context-parallel-size", "4", "--num-layers", "2", *words)
+    assert ("--cp-comm-type has no effect with --attention-backend mtraining" in capsys.readouterr().out) == pointed_out
 
 
 def test_no_mask_is_made_in_the_data_loader(parse, capsys):

@@ -11,6 +11,7 @@ import torch
 
 from .test_training import (
     ALL,
+    BASE,
     CP2,
     CP4,
     FULL_RECOMPUTE,
@@ -40,6 +41,15 @@ SCHEDULE = f"{ROPE} --mtraining-top-p-schedule 1:0.5:2 --train-iters 3"
 CHECKPOINT = "--ckpt-format torch_dist"
 STOPPED = f"--mtraining-guard-action stop --lr-decay-iters 10 --save-interval 100 --save FOLDER/stopped {CHECKPOINT}"
 
+TP2 = "--tensor-model-parallel-size 2"
+# One key head for two or four tensor-parallel ranks: each has a copy.
+ONE_GROUP = f"{ROPE} {ALL} --num-query-groups 1 --make-vocab-size-divisible-by 32"
+AROUND = f"{ROPE} {ALL} --attention-output-gate --no-rope-freq 2 --use-mup --mup-base-hidden-size 32"
+HYBRID_MTP = (
+    f"{ROPE} --mtraining-top-p 0.5 --hybrid-layer-pattern *-*-/-* --mtraining-dense-layers 5 "
+    f"--spec user_specs predicting_stack_spec {CP4}"
+)
+
 SCENARIOS = {
     "dp4": TWO_STEPS,
     "no_accumulation": f"{TWO_STEPS} {CP4} --micro-batch-size 4",
@@ -68,6 +78,14 @@ SCENARIOS = {
     "sparse_dp4": SPARSE,
     "deep_dp4": f"{DEEP} {ALL}",
     "deep_cp2": f"{DEEP} {ALL} {CP2}",
+    "groups_dp4": ONE_GROUP,
+    "groups_tp2_cp2": f"{ONE_GROUP} {CP2} --tensor-model-parallel-size 2",
+    "groups_tp4": f"{ONE_GROUP.replace('-by 32', '-by 8')} --tensor-model-parallel-size 4",
+    "around_dp4": AROUND,
+    "around_cp4": f"{AROUND} {CP4}",
+    "around_tp2_cp2": f"{AROUND} {CP2} --tensor-model-parallel-size 2",
+    "hybrid_mtp_cp4": HYBRID_MTP,
+    "hybrid_mtp_zigzag": f"{HYBRID_MTP} --mtraining-layout zigzag",
     "dropout_tp2_cp2": DROPOUT,
     "dropout_recomputed": f"{DROPOUT} {FULL_RECOMPUTE}",
 }
@@ -84,6 +102,11 @@ PAIRS = [
     ("packed_samples2", "packed_dp4"),
     ("packed_hierarchical", "packed_dp4"),
     ("sparse_selective", "sparse_dp4"),
+    ("groups_tp2_cp2", "groups_dp4"),
+    ("groups_tp4", "groups_dp4"),
+    ("around_cp4", "around_dp4"),
+    ("around_tp2_cp2", "around_dp4"),
+    ("hybrid_mtp_cp4", "hybrid_mtp_zigzag"),  # not one rank: Megatron divides by each rank's own tokens, see below
     ("deep_cp2", "deep_dp4"),  # case C3: nothing piles up over the layers
 ]
 
@@ -97,6 +120,28 @@ def runs(tmp_path_factory):
 def test_gradients_are_those_of_data_parallelism_alone(runs, name, reference):
     assert_same_gradients(runs, name, reference)
     assert_same_losses(runs, name, reference)
+
+
+def test_latent_attention(tmp_path):
+    """With equal head dimensions; plain rotary embedding and YaRN, dealt natively.
+
+    Tensor parallelism alone is the reference of what has it: without sequence parallelism Megatron's latent attention
+    gives gradients of its own then, in the embedding say, whatever the core attention.
+    """
+    options = (
+        f"--position-embedding-type rope {ALL} --multi-latent-attention --q-lora-rank 32 --kv-lora-rank 32 "
+        "--qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 16"
+    )
+    scenarios = {
+        f"{kind}_{split}": f"{options} --rope-type {kind} {words}"
+        for kind in ("rope", "yarn")
+        for split, words in {"dp4": "", "cp4": CP4, "tp2": TP2, "tp2_cp2": f"{CP2} {TP2}"}.items()
+    }
+    base = BASE.replace("--group-query-attention --num-query-groups 2 ", "")
+    runs = run_scenarios(scenarios, tmp_path, base=base)
+    for kind in ("rope", "yarn"):
+        for split, reference in (("cp4", "dp4"), ("tp2_cp2", "tp2")):
+            assert_same_gradients(runs, f"{kind}_{split}", f"{kind}_{reference}")
 
 
 def test_dropout_around_attention_draws_the_same_numbers_in_recompute(runs):

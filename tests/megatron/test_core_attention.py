@@ -82,6 +82,42 @@ def test_all_lines_equal_megatrons_dense_attention(plugin, kv_heads):
         torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("one_rank", "on_cpu")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"apply_query_key_layer_scaling": True},
+        {"attention_output_gate": True},
+        {"softmax_scale": 0.7},
+        {"use_mup": True, "mup_base_hidden_size": 32, "mup_width_mult": 2.0},
+        {"qk_l2_norm": True},
+        {"no_rope_freq": [1, 0]},
+        {"kv_channels": 24},
+        {"attention_softmax_in_fp32": False, "rotary_interleaved": True},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_options_around_attention_have_megatrons_result(plugin, changes):
+    """Those that change the logits or the output without being refused: loss and gradients are those of Megatron's core."""
+    config = make_config(**changes)
+
+    def build():
+        spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_l2_norm=config.qk_l2_norm)
+        return GPTModel(config, spec, vocab_size=128, max_sequence_length=256, position_embedding_type="rope")
+
+    dense = build()
+    plugin(model=config)
+    sparse = build()
+    sparse.load_state_dict(dense.state_dict())
+    tokens = torch.randint(0, 128, (1, 256))
+    mask = torch.ones(256, 256, dtype=torch.bool).triu(1)[None, None]
+    for model, given in ((dense, mask), (sparse, None)):
+        model(tokens, torch.arange(256)[None], given, labels=tokens.roll(-1, 1)).mean().backward()
+    for (name, wanted), ours in zip(dense.named_parameters(), sparse.parameters(), strict=True):
+        error = (ours.grad - wanted.grad).norm() / wanted.grad.norm()
+        assert error < 1e-4, f"{name} differs by {error:.1e}"
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_softmax_scale_is_used(plugin):
     plugin()
@@ -210,6 +246,7 @@ def test_documents_off_the_blocks_are_refused(plugin):
         ({"num_splits": 2}, "num_splits 2"),
         ({"key": torch.zeros(512, 2, 2, 16)}, "256 queries, 512 keys"),
         ({"packed_seq_params": PackedSeqParams(qkv_format="sbhd")}, "qkv_format sbhd"),
+        ({"packed_seq_params": PackedSeqParams(qkv_format="thd", local_cp_size=2)}, "local_cp_size 2: .*use None"),
     ],
 )
 def test_calls_that_are_not_supported_are_refused(plugin, changes, expected):

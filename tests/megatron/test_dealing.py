@@ -109,7 +109,7 @@ def test_groups_that_change_from_batch_to_batch_are_refused(native):
 
 
 def test_a_length_that_does_not_fit_names_the_nearest(native):
-    with pytest.raises(ValueError, match=r"seq_len=100.*nearest"):
+    with pytest.raises(RefusedError, match=r"seq_len=100.*nearest"):
         deal_batch({"tokens": torch.zeros(1, 100)}, cp_group=RankOf(0, 4))
 
 

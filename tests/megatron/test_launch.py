@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from megatron_mtraining.integration import RefusedError
+from megatron_mtraining.launch import check_module
 
 ROOT = Path(__file__).parents[2]
 
@@ -96,7 +100,14 @@ def test_a_refusal_is_one_line_and_stops_the_run(script):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(("words", "expected"), [(["missing.py"], "no script 'missing.py'"), ([], "usage:")])
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["missing.py"], "no script 'missing.py'"),
+        ([], "usage:"),
+        (["-m", "no_such_module"], "megatron_mtraining: error: -m no_such_module: no such module to run; usage:"),
+    ],
+)
 def test_a_missing_script_is_one_line(words, expected):
     done = launch(*words)
     assert done.returncode == 1
@@ -108,6 +119,55 @@ def test_help_is_the_usage_and_no_error():
     done = launch("--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("usage: python -m megatron_mtraining.launch")
+
+
+@pytest.mark.parametrize("name", ["", ".x", "os.path.x", "json.no_such", "email", "no.such"])
+def test_modules_that_cannot_be_run(name):
+    """The package email has no __main__."""
+    with pytest.raises(RefusedError, match=f"^-m {re.escape(name)}: no such module to run"):
+        check_module(name)
+
+
+def test_modules_that_can_be_run_and_errors_of_their_own(monkeypatch, tmp_path):
+    (tmp_path / "broken_package").mkdir()
+    (tmp_path / "broken_package" / "__init__.py").write_text("import something_that_is_not_there\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    check_module("json.tool")
+    check_module("pip")
+    with pytest.raises(ModuleNotFoundError, match="something_that_is_not_there"):
+        check_module("broken_package.train")
+
+
+MEGATRONS = {
+    "too old": ({"core/package_info.py": "__shortversion__ = '0.12.1'", "training/__init__.py": ""}, "0.12.1 is not"),
+    "without a version": ({"core/__init__.py": "", "training/__init__.py": ""}, "megatron-core was not found"),
+    "without training": ({"core/package_info.py": "__shortversion__ = '0.19.2'"}, "megatron.training was not found"),
+}
+"""The files of a megatron that is found first, and what is said of it."""
+
+
+@pytest.mark.parametrize("kind", MEGATRONS)
+@pytest.mark.parametrize("command", ["launch", "plan"])
+def test_a_wrong_megatron_is_one_line(tmp_path, script, kind, command):
+    files, expected = MEGATRONS[kind]
+    for name in ("__init__.py", "core/__init__.py"):
+        files = {name: ""} | files
+    for name, content in files.items():
+        path = tmp_path / "checkout" / "megatron" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    words = {
+        "launch": ["-m", "megatron_mtraining.launch", str(script), "--attention-backend", "mtraining"],
+        "plan": ["-m", "megatron_mtraining.cli", "plan", "--model", "qwen2.5-3b", "--seq-length", "8192"],
+    }
+    path = os.pathsep.join([str(tmp_path / "checkout"), str(ROOT), *sys.path[1:]])
+    done = subprocess.run(
+        [sys.executable, *words[command]], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert re.match(rf"megatron.mtraining.*: error: .*{expected}", done.stderr.splitlines()[-1])
 
 
 def test_importing_the_integration_does_not_import_megatron():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 import torch
 
@@ -57,6 +59,20 @@ def test_a_schedule_depends_on_the_number_of_steps_alone(parse):
         ("--mtraining-dense-layers 0-2", "--mtraining-dense-layers 0-2: must be numbers and ranges .*from 0 to 1"),
         ("--mtraining-dense-layers 1-0", "--mtraining-dense-layers 1-0: must be"),
         ("--mtraining-dense-layers first", "--mtraining-dense-layers first: must be"),
+        ("--mtraining-dense-layers ''", "--mtraining-dense-layers : must be numbers and ranges"),
+        ("--mtraining-layer-top-p ''", "--mtraining-layer-top-p : must be LAYERS:TOP_P pairs"),
+        ("--mtraining-top-p-schedule ''", "--mtraining-top-p-schedule : must be FIRST:LAST:STEPS"),
+        ("--mtraining-top-p-schedule 1:0.9:²", "must be FIRST:LAST:STEPS"),
+        ("--mtraining-dump-index ''", "--mtraining-dump-index '': must name a folder"),
+        ("--mtraining-dump-index /tmp --mtraining-dump-steps 1-99999999", "--mtraining-dump-steps 1-99999999: must be"),
+        (
+            "--hybrid-layer-pattern *-*-/*- --spec a b --mtraining-dense-layers 1,3",
+            r"--mtraining-dense-layers 1,3: none of these layers of .*-pattern \*-\*-/\*- has attention; 0,2,4 have",
+        ),
+        (
+            "--hybrid-layer-pattern *-*- --spec a b --mtraining-layer-top-p 1:0.9",
+            "--mtraining-layer-top-p 1:0.9: none of these layers",
+        ),
         ("--mtraining-dense-steps -1", "--mtraining-dense-steps -1: must be a number of steps"),
         ("--mtraining-layer-top-p 0.9", "--mtraining-layer-top-p 0.9: must be LAYERS:TOP_P pairs"),
         (
@@ -104,7 +120,7 @@ def test_a_schedule_depends_on_the_number_of_steps_alone(parse):
 )
 def test_what_is_not_valid_is_one_line_before_any_work(parse, options, expected):
     with pytest.raises(RefusedError, match=expected) as refused:
-        parse(*MTRAINING, *options.split())
+        parse(*MTRAINING, *shlex.split(options))
     assert "\n" not in str(refused.value)
     assert not runtime.is_set_up()
 
@@ -117,6 +133,15 @@ def test_without_the_backend_they_are_said_to_have_no_effect(parse, capsys):
 def test_layers_of_multi_token_prediction_follow_those_of_the_decoder(parse):
     plan = parsed_plan(parse, "--num-layers 2 --mtp-num-layers 1 --mtraining-dense-layers 2")
     assert plan.dense_layers == {2}
+
+
+def test_a_hybrid_models_prediction_counts_all_layers_of_its_pattern(parse):
+    """As its decoder does: layers 4 to 7 are two depths of attention and MLP."""
+    options = "--hybrid-layer-pattern *-*-/*-/*- --spec a b --mtraining-dense-layers"
+    assert parsed_plan(parse, f"{options} 4,6").dense_layers == {4, 6}
+    assert parsed_plan(parse, f"{options} 0-7").dense_layers == set(range(8))
+    with pytest.raises(RefusedError, match="from 0 to 7"):
+        parse(*MTRAINING, *options.split(), "8")
 
 
 def test_numbers():

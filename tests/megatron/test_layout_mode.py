@@ -9,13 +9,16 @@ import pytest
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.integration import RefusedError, runtime
 from megatron_mtraining.integration.layout_mode import ZIGZAG_USERS, choose_layout_mode
+from megatron_mtraining.integration.refusals import refuse
 
 USERS = {
     "--mtp-num-layers": {"mtp_num_layers": 1},
     "state-space": {"hybrid_layer_pattern": "M*M*"},
-    "gated_delta_net": {"experimental_attention_variant": "gated_delta_net"},
+    "gated delta net": {"experimental_attention_variant": "gated_delta_net"},
     "mrope": {"position_embedding_type": "mrope"},
     "fused rotary": {"multi_latent_attention": True, "apply_rope_fusion": True},
+    "--logits-load-dir": {"logits_load_dir": "logits"},
+    "--logits-save-dir": {"logits_save_dir": "logits"},
 }
 
 
@@ -43,6 +46,29 @@ def test_other_users_of_zigzag_make_it_convert(name):
 def test_native_beside_them_is_refused(name):
     with pytest.raises(RefusedError, match=r"--mtraining-layout-mode native: .*use auto or convert"):
         choose("native", **USERS[name])
+
+
+@pytest.mark.parametrize("variant", ["gated_delta_net", "gdn", "gdn2"])
+def test_every_name_of_a_gated_delta_net_is_taken(variant):
+    """Megatron 0.20 renames the variant, in its configs too."""
+    owner = SimpleNamespace(context_parallel_size=4, experimental_attention_variant=variant)
+    refuse(owner)
+    assert choose_layout_mode("auto", owner, MTrainingConfig()).mode == "convert"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            ["--mtraining-stripe-rotation", "3"],
+            "^--mtraining-stripe-rotation 3: must divide --context-parallel-size 4$",
+        ),
+        (["--seq-length", "1000"], "^--seq-length 1000: .*over --context-parallel-size 4 .*nearest: 768 or 1024$"),
+    ],
+)
+def test_what_the_layout_cannot_do_is_said_by_the_options(parse, words, expected):
+    with pytest.raises(RefusedError, match=expected):
+        parse("--attention-backend", "mtraining", "--context-parallel-size", "4", *words)
 
 
 def test_each_user_is_tested():

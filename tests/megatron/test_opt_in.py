@@ -9,10 +9,11 @@ import sys
 import sysconfig
 import venv
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from megatron_mtraining import launch, opt_in, startup_hook
+from megatron_mtraining import cli, launch, opt_in, startup_hook
 
 from .test_launch import OPTIONS, ROOT, SCRIPT
 
@@ -155,6 +156,63 @@ def test_status_says_whether_it_is_enabled(environment):
     assert f"enabled:             {environment.site / opt_in.PTH}" in during
     for fact in ("python:", "torch:", "megatron-core:", "CUDA library:", "GPUs:"):
         assert fact in before
+
+
+def test_asking_for_the_module_is_not_loading_it(enabled, tmp_path):
+    """Programs look whether Megatron's training package is there before they import it."""
+    probe = tmp_path / "probe.py"
+    probe.write_text(
+        "import importlib.util, sys\nfrom megatron_mtraining import launch\n"
+        "launch.take_over = lambda: print('TAKEN OVER')\n"
+        "print([importlib.util.find_spec('megatron.training') is not None for _ in range(2)])\n"
+        "import megatron.training\nimport megatron.training.arguments\n"
+    )
+    done = enabled.python(probe, "--attention-backend", "mtraining")
+    assert done.stdout.splitlines() == ["[True, True]", "TAKEN OVER"], done.stderr[-2000:]
+
+
+def test_a_sitecustomize_that_prints_is_no_obstacle(environment):
+    other = environment.site / "sitecustomize.py"
+    other.write_text("print('good morning')\n")
+    try:
+        done = environment.command("enable")
+    finally:
+        other.unlink()
+        environment.command("disable")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("missing", [opt_in.PTH, opt_in.HOOK, "another version"])
+def test_a_hook_that_is_not_whole_is_pointed_out(monkeypatch, tmp_path, capsys, missing):
+    monkeypatch.setattr(opt_in, "site_folders", lambda: [tmp_path])
+    monkeypatch.setattr(opt_in, "_check_works", lambda _: None)
+    opt_in.enable()
+    cli.status()
+    assert "run enable again" not in capsys.readouterr().out
+    if missing == "another version":
+        (tmp_path / opt_in.HOOK).write_text("# an older one\n")
+    else:
+        (tmp_path / missing).unlink()
+    cli.status()
+    assert f"{tmp_path / opt_in.PTH} (not whole, or of another version: run enable again)" in capsys.readouterr().out
+    assert opt_in.enable().folder == tmp_path and opt_in.is_whole(tmp_path)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_record_that_cannot_be_written_stays_as_it_was(monkeypatch, tmp_path):
+    """A disk that is full must not cost the package its list of files."""
+    record = tmp_path / "RECORD"
+    record.write_text("megatron_mtraining/__init__.py,,\n")
+    (tmp_path / "RECORD.new").symlink_to("/dev/full")
+    located = SimpleNamespace(name="RECORD", locate=lambda: record)
+    monkeypatch.setattr(opt_in, "_distribution_folder", lambda: tmp_path)
+    monkeypatch.setattr(opt_in.importlib.metadata, "distribution", lambda _: SimpleNamespace(files=[located]))
+    with pytest.raises(OSError, match="No space left"):
+        opt_in._record(tmp_path, present=True)
+    assert record.read_text() == "megatron_mtraining/__init__.py,,\n"
+    assert not (tmp_path / "RECORD.new").is_symlink()
+    assert opt_in._record(tmp_path, present=True)
+    assert record.read_text().splitlines()[1:] == [f"{opt_in.PTH},,", f"{opt_in.HOOK},,"]
 
 
 def test_disable_takes_everything_out_and_can_be_repeated(environment):

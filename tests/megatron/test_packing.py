@@ -222,6 +222,34 @@ def test_lengths_are_read_once_per_batch(monkeypatch):
     assert packing_of(params, 1024).documents.lengths == (*REAL[:-1], REAL[-1] - 1)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ({"cu_seqlens_q": [[0, 1024]]}, r"packed_seq_params.cu_seqlens_q of shape \(1, 2\): must have one dimension"),
+        ({}, "packed_seq_params.cu_seqlens_q None: must be given"),
+        (
+            {"cu_seqlens_q": [0, 1024], "cu_seqlens_kv": [0, 512, 1024]},
+            "packed_seq_params.cu_seqlens_kv: other documents",
+        ),
+        (
+            {"cu_seqlens_q": [0, 1024], "cu_seqlens_kv_padded": [0, 1024]},
+            "packed_seq_params.cu_seqlens_kv_padded: other documents",
+        ),
+    ],
+)
+def test_lengths_of_another_attention_are_refused(lengths, expected):
+    """Those of the keys would be ignored, without a word."""
+    params = PackedSeqParams(qkv_format="thd", **{name: torch.tensor(x) for name, x in lengths.items()})
+    with pytest.raises(RefusedError, match=f"^{expected}"):
+        packing_of(params, 1024)
+
+
+def test_equal_lengths_of_the_keys_may_be_another_tensor():
+    q, kv = torch.tensor([0, 512, 1024]), torch.tensor([0, 512, 1024])
+    packing = packing_of(PackedSeqParams(qkv_format="thd", cu_seqlens_q=q, cu_seqlens_kv=kv), 1024)
+    assert packing.documents.starts == (0, 8)
+
+
 def test_empty_documents_are_left_out_and_trailing_padding_is_a_document():
     packing = read_packing([0, 100, 200, 200], [0, 128, 256, 256], num_tokens=512)
     assert packing.documents.starts == (0, 2, 4)

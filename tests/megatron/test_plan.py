@@ -133,6 +133,53 @@ def test_the_launch_of_the_guide(capsys):
     )
 
 
+def test_one_rank_may_hold_any_length(capsys):
+    """As in a launch; memory is that of whole blocks."""
+    found = planned(capsys, "--model", "qwen2.5-3b", "--seq-length", "1000")
+    assert found["local_seq_len"] == 1000
+    assert found["stages"] == planned(capsys, "--model", "qwen2.5-3b", "--seq-length", "1024")["stages"]
+
+
+def test_more_tensor_parallel_ranks_than_key_heads(capsys):
+    """Megatron gives each of them a copy of one: the buffers of a ring hold one head, as with two ranks."""
+    two, eight = (planned(capsys, *QWEN, *CP32, "--tensor-model-parallel-size", tp) for tp in ("2", "8"))
+    assert eight["recommended"] is not None
+    # Inner rings differ (4 and 1 ranks of a host): compare what does not depend on them.
+    weights = [found["stages"][0]["gib"]["weights"] for found in (two, eight)]
+    assert weights[1] == pytest.approx(weights[0] / 4, rel=0.001)  # the vocabulary is padded by the ranks
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--decoder-first-pipeline-num-layers", "6"],
+        ["--num-virtual-stages-per-pipeline-rank", "3"],
+        ["--pipeline-model-parallel-layout", "Et*9|t*9|t*9|t*9L"],
+    ],
+)
+def test_stages_of_another_kind_are_said_not_to_be_estimated(capsys, words):
+    """Unequal numbers of layers, or several chunks: figures of equal stages would be wrong."""
+    found = planned(capsys, *QWEN, *CP32, "--pipeline-model-parallel-size", "4", *words)
+    assert found["stages"] == [] and found["unknown"] == f"memory of pipeline stages is not estimated with {words[0]}"
+    assert found["recommended"] is not None
+
+
+def test_ranks_of_stages_that_are_no_neighbours_are_not_named(capsys):
+    words = [*QWEN, *CP32, "--pipeline-model-parallel-size", "2", "--use-tp-pp-dp-mapping"]
+    assert [stage["ranks"] for stage in planned(capsys, *words)["stages"]] == [None, None]
+    cli.main(["plan", *words])
+    assert "GiB of each of the ranks (pipeline stage 1): weights" in capsys.readouterr().out
+
+
+def test_a_hybrid_models_pattern_says_its_layers(capsys):
+    """As Megatron's validation does: the number of layers, and prediction, which needs Megatron's layout."""
+    options = "--hidden-size 64 --num-attention-heads 4 --seq-length 8192 --attention-dropout 0"
+    words = [*options.split(), "--context-parallel-size", "2", "--hybrid-layer-pattern"]
+    assert planned(capsys, *words, "*-*-")["layout_mode"] == "native"
+    found = planned(capsys, *words, "*-*-/*-", "--mtraining-dense-layers", "4")
+    assert found["layout_mode"] == "convert"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -150,7 +197,29 @@ def test_the_launch_of_the_guide(capsys):
         ),
         ([*QWEN[:2], "--seq-length", "524289", *CP32], "--seq-length 524289: .* nearest: 524288 or 526336"),
         ([*QWEN[:2], *CP32], "--seq-length: must be given"),
-        ([*QWEN, *CP32, "--tensor-model-parallel-size", "4"], "--num-query-groups 2: must be a multiple of"),
+        (
+            [
+                *QWEN,
+                *CP32,
+                "--num-query-groups",
+                "4",
+                "--num-attention-heads",
+                "12",
+                "--tensor-model-parallel-size",
+                "6",
+            ],
+            "--num-query-groups 4: must be a multiple or divisor of --tensor-model-parallel-size 6",
+        ),
+        ([*QWEN, *CP32, "--mtraining-dump-layers", "3"], "--mtraining-dump-layers .*need a folder"),
+        ([*QWEN, *CP32, "--mtraining-dump-index", ""], "--mtraining-dump-index '': must name a folder"),
+        ([*QWEN, *CP32, "--mtraining-profile-steps", "3"], "--mtraining-profile-steps 3: writes ring.jsonl"),
+        ([*QWEN, *CP32, "--mtraining-stripe-rotation", "3"], "--mtraining-stripe-rotation 3: must divide"),
+        ([*QWEN, *CP32, "--hierarchical-context-parallel-sizes", "-8", "-4"], "sizes -8 -4: .*two sizes from 1 up"),
+        ([*QWEN, *CP32, "--hybrid-layer-pattern", "*X"], r"--hybrid-layer-pattern \*X: .*X"),
+        (
+            [*QWEN, *CP32, "--hybrid-layer-pattern", "*-/*-", "--mtraining-layout-mode", "native"],
+            "--mtraining-layout-mode native: --mtp-num-layers",
+        ),
         ([*QWEN, *CP32, "--pipeline-model-parallel-size", "5"], "--num-layers 36: must be a multiple of"),
         (["--model", "gpt-5"], "argument --model: invalid choice: 'gpt-5'"),
         (

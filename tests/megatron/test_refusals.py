@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +12,7 @@ import pytest
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.integration import MTrainingCoreAttention, RefusedError, runtime
 from megatron_mtraining.integration.refusals import REFUSALS, refuse
 
@@ -54,6 +57,42 @@ ON_CONFIGS_ONLY = {
 
 def test_every_refusal_has_a_test():
     assert {item.name for item in REFUSALS} == COMMAND_LINES.keys() | ON_CONFIGS_ONLY.keys()
+
+
+NEAR_ATTENTION = re.compile(
+    r"attn|attention|softmax|window|sink(?!horn)|qk_|rope|rotary|^cp_|context_parallel|mask|heads|query|kv_|head_dim|flash|logit"
+)
+SUPPORTED = {
+    "around attention": (
+        "add_qkv_bias apply_query_key_layer_scaling apply_rope_fusion attention_output_gate fused_single_qkv_rope "
+        "kv_channels kv_lora_rank mrope_section multi_latent_attention mup_attn_scale_power mup_base_head_dim no_rope_freq "
+        "num_attention_heads num_query_groups qk_head_dim qk_l2_norm qk_layernorm qk_pos_emb_head_dim rope_type rotary_base "
+        "rotary_interleaved rotary_percent rotary_scaling_factor softmax_scale"
+    ),
+    "the plugin's own": "attention_backend context_parallel_size hierarchical_context_parallel_sizes",
+    "how other attention computes the same": (
+        "attention_softmax_in_fp32 cp_comm_type flash_attention_version masked_softmax_fusion"
+    ),
+    "nothing without what is refused": (
+        "experimental_attention_variant_loss_scale_func kitchen_attention_backend qk_clip_alpha qk_clip_threshold "
+        "window_attn_skip_freq"
+    ),
+    "other layers": (
+        "linear_attention_freq linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim "
+        "mamba_head_dim mamba_num_heads moe_router_pre_softmax mtp_detach_heads"
+    ),
+    "inference": "flash_decode",
+    "when memory is given back": "ep_overlap_early_attn_memory_release",
+}
+"""Fields of Megatron's configs that have to do with attention and are not refused, by what they are."""
+
+
+def test_every_option_of_the_installed_megatron_that_is_near_attention_is_known():
+    """A new one must be looked at before it is silently dropped (case K1): supported, or a row of the refusals."""
+    known = {name for names in SUPPORTED.values() for name in names.split()} | {item.name for item in REFUSALS}
+    names = {item.name for item in dataclasses.fields(MLATransformerConfig)}
+    found = {name for name in names if NEAR_ATTENTION.search(name) and not name.startswith("dsa_")}
+    assert found - known == set()
 
 
 @pytest.mark.parametrize("name", COMMAND_LINES)
@@ -132,6 +171,21 @@ def test_the_module_refuses_arguments(plugin, arguments, expected):
     defaults = {"attn_mask_type": AttnMaskType.causal, "attention_type": "self"}
     with pytest.raises(RefusedError, match=expected):
         MTrainingCoreAttention(make_config(), 1, **(defaults | arguments))
+
+
+@pytest.mark.parametrize("changes", [{"layout": "zigzag"}, {"stripe_size": 128}, {"ring": "flat"}])
+def test_a_modules_own_config_cannot_deal_the_sequence(plugin, changes):
+    """It would be ignored; what differs by layer may differ, and what is left at its default says nothing."""
+    plugin(MTrainingConfig(stripe_rotation=2))
+    [(name, value)] = changes.items()
+    with pytest.raises(
+        RefusedError, match=f"^mtraining.{name} {value}: the same for all layers; that of the set-up is"
+    ):
+        MTrainingCoreAttention(
+            make_config(), 1, AttnMaskType.causal, "self", mtraining=MTrainingConfig(top_p=0.5, **changes)
+        )
+    own = MTrainingConfig(top_p=0.5)
+    assert MTrainingCoreAttention(make_config(), 1, AttnMaskType.causal, "self", mtraining=own).mtraining is own
 
 
 def test_unequal_head_dimensions_are_refused_when_the_model_is_built(plugin):

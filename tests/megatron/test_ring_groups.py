@@ -52,6 +52,7 @@ def test_plans(ring, hosts, sizes, inner):
         ("hierarchical", ["a", "a", "a", "b"], None, r"hosts hold \[3, 1\] adjacent ranks"),
         ("auto", ["a", "b", "a", "b"], [2, 2], "--hierarchical-context-parallel-sizes 2 2: .*cross hosts"),
         ("auto", ONE, [2, 2, 1], "needs two sizes"),
+        ("auto", ONE, [-2, -2], "sizes -2 -2: .*needs two sizes from 1 up"),
     ],
 )
 def test_rings_that_cannot_be_formed_are_refused(ring, hosts, sizes, expected):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 
 import pytest
@@ -25,6 +26,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -81,6 +83,9 @@ def test_partials_and_lists_are_walked():
     assert count == 2
     assert swapped[0].keywords["submodules"].core_attention is MTrainingCoreAttention
     assert swapped[2][0].submodules.core_attention is MTrainingCoreAttention
+    pair = collections.namedtuple("Pair", "attention other")
+    swapped, count = swap_core_attention(pair(inner, 1), MTrainingCoreAttention)
+    assert (count, type(swapped), swapped.other) == (1, pair, 1)
 
 
 def test_other_masks_cross_attention_and_special_cores_are_left():
@@ -160,6 +165,27 @@ class TestModels:
             position_embedding_type="rope",
         )  # fmt: skip
         assert len(check_model([model]).swapped) == 2
+
+    @pytest.mark.parametrize(("pattern", "expected"), [("*-", [4, 6]), ("-*", [5, 7])])
+    def test_prediction_of_a_hybrid_is_numbered_as_its_pattern(self, plugin, monkeypatch, pattern, expected):
+        """Every layer of the pattern counts, with or without attention, as in the decoder."""
+        monkeypatch.setattr(hybrid_block, "TENorm", WrappedTorchNorm)
+        config = make_config(num_layers=4, is_hybrid_model=True, mtp_num_layers=2)
+        plugin(model=config)
+        stack = user_specs.hybrid_stack_spec
+        depths = []
+        for number in (1, 2):
+            depth = MultiTokenPredictionLayer.__new__(MultiTokenPredictionLayer)
+            torch.nn.Module.__init__(depth)
+            depth.config, depth.layer_number, depth.mtp_layer_pattern = config, number, pattern
+            depth.mtp_model_layer = HybridModel(
+                config, stack, vocab_size=128, max_sequence_length=256, hybrid_layer_pattern=pattern,
+                position_embedding_type="rope",
+            ).decoder  # fmt: skip
+            depths.append(depth)
+        check_model(depths)
+        cores = [module for depth in depths for module in depth.modules() if isinstance(module, MTrainingCoreAttention)]
+        assert [core.layer_index for core in cores] == expected
 
     def test_a_layer_that_was_skipped_is_an_error_that_names_it(self, plugin):
         """A core that the swap leaves alone would train densely, without a word."""

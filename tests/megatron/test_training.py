@@ -132,10 +132,10 @@ class Runs:
         return next(run["losses"] for run in self.ranks(name) if run["losses"][0])
 
 
-def run_scenarios(scenarios, folder, import_path=()):
+def run_scenarios(scenarios, folder, import_path=(), base=BASE):
     """Starts the worker; its output is shown if it fails. ``import_path``: folders that it imports from first."""
     file = folder / "scenarios.json"
-    lines = {name: f"{BASE} {options}".replace("FOLDER", str(folder)) for name, options in scenarios.items()}
+    lines = {name: f"{base} {options}".replace("FOLDER", str(folder)) for name, options in scenarios.items()}
     file.write_text(json.dumps({name: line.split() for name, line in lines.items()}))
     root = str(Path(__file__).parents[2])
     environment = os.environ | {

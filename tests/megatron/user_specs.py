@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -12,6 +13,12 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -68,3 +75,28 @@ hybrid_stack_spec = ModuleSpec(
     ),
 )
 """A hybrid stack of attention and MLP layers."""
+
+predicting_stack_spec = ModuleSpec(
+    module=HybridStack,
+    submodules=dataclasses.replace(
+        hybrid_stack_spec.submodules,
+        mtp_block_spec=ModuleSpec(
+            module=MultiTokenPredictionBlock,
+            submodules=MultiTokenPredictionBlockSubmodules(
+                layer_specs=[
+                    ModuleSpec(
+                        module=MultiTokenPredictionLayer,
+                        submodules=MultiTokenPredictionLayerSubmodules(
+                            enorm=WrappedTorchNorm,
+                            hnorm=WrappedTorchNorm,
+                            eh_proj=ColumnParallelLinear,
+                            mtp_model_layer=None,  # made of the pattern
+                            layer_norm=WrappedTorchNorm,
+                        ),
+                    )
+                ]
+            ),
+        ),
+    ),
+)
+"""The same with multi-token prediction."""
