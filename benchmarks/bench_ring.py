@@ -2,14 +2,18 @@
 
     python -m benchmarks.bench_ring --virtual 4x8 --seq-lens 524288 --dense --baselines --out benchmarks/results
     torchrun --nproc-per-node 2 -m benchmarks.bench_ring --seq-lens 65536 262144 --out benchmarks/results
+    torchrun --nproc-per-node 4 -m benchmarks.bench_ring --seq-lens 262144 --inner 4 2 --outer-gbs 40 10 --out DIR
+    torchrun --nproc-per-node 4 -m benchmarks.bench_ring --seq-lens 65536 --inner 2 --pretend-hosts 2 --out DIR  # 2 GPUs
     python -m benchmarks.bench_ring --pairs --virtual 4x8 --seq-lens 524288           # balance alone, needs no GPU
 
 Played ranks (NODESxRANKS): compute time of every rank and launch without traffic, its imbalance, and the pass with the links
 of the simulator added (NVLink as measured, between nodes assumed). ``--baselines``: cuDNN dense with gathered keys,
 head-parallel sparse attention, and the index policies on a ring. Real ranks: time of index, forward, backward and of the
-call of all three (slowest rank), exposed communication, share of the transfers hidden, and dense attention of
-cuDNN (and of Transformer Engine, where it is installed) in the same run.
-Both: imbalance in pairs.
+call of all three (slowest rank), exposed communication, share of the transfers hidden, imbalance in time, dense attention of
+cuDNN (and of Transformer Engine, where it is installed) in the same run, and beside each time what the simulator predicts.
+``--outer-gbs``: once more with an artificial slow link between nodes of ``--inner`` ranks (``benchmarks.ring.throttle``).
+``--pretend-hosts``: more ranks than GPUs; bytes and equality of bits, no times (``benchmarks.ring.hosts``).
+Both: imbalance in pairs. `benchmarks.bench_scaling` runs this for several numbers of GPUs.
 """
 
 from __future__ import annotations
@@ -23,17 +27,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.problems import Problem
-from benchmarks.ring import gathered, heads, played, real
+from benchmarks.ring import gathered, heads, hosts, played, ranks
 from benchmarks.ring.cases import PATTERNS, Case, Row, comparison, in_pairs, pattern_index
 from benchmarks.ring.output import LISTS, write
 from benchmarks.structured import structured_tensors
 from megatron_mtraining import MTrainingConfig, estimate_index
 from megatron_mtraining.config import BLOCK, INDEX_POLICIES
 from megatron_mtraining.simulator import H200_LINKS, Shape
-from megatron_mtraining.simulator.timeline import Ring
 
 MODULE = "benchmarks.bench_ring"
 POLICY_SEQ_LEN = 131072
@@ -140,39 +142,34 @@ def virtual_rows(problem: Problem, args: argparse.Namespace, node: tuple[int, in
         yield from policy_rows(problem, (2, 4) if node[0] > 1 else (1, 8))
 
 
-def real_cases(cp_size: int, inner_size: int, with_dense: bool) -> list[tuple[Case, Ring]]:
-    """The rings to compare on real ranks; a single rank has one."""
-    if cp_size == 1:
-        return [(Case("ours, one rank"), Ring(1, 1, 1))]
-    found = comparison(cp_size // inner_size, with_dense)
-    return [(case, case.ring(cp_size, inner_size)) for case in found if case.chunks is None or cp_size > 2]
+def positive(text: str) -> float:
+    """A positive number of the command line."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: must be a positive number")
+    return value
 
 
-def run_real(args: argparse.Namespace) -> None:
-    """This process's rank of a run under torchrun."""
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    size = dist.get_world_size()
-    inner = args.inner or size
-    groups = {number: real.ring_groups(number) for number in dict.fromkeys((inner, size))}
-    rows: list[Row] = []
-    suffix = "s" * (size > 1) + ("" if args.pattern == "reference" else f"-{args.pattern}")
-
-    def add(found: list[Row]) -> None:
-        rows.extend(found)
-        if dist.get_rank() == 0:
-            write(rows, args.out, MODULE, f"ring-DATE-{size}-gpu{suffix}")
-            print(json.dumps(found), flush=True)
-
-    for seq_len in args.seq_lens:
-        problem = problem_of(seq_len, args.heads)
-        for case, ring in real_cases(size, inner, args.dense):
-            index = pattern_index(problem, args.pattern)
-            add(real.real_rows(problem, case, ring, groups[ring.inner_size], index, args.repeats))
-        if args.peer:
-            torch.cuda.empty_cache()
-            add(real.dense_rows(problem, Ring(size, size, inner)))
-    dist.destroy_process_group()
+def add_real(parser: argparse.ArgumentParser) -> None:
+    """Options of real ranks alone."""
+    group = parser.add_argument_group("real ranks")
+    group.add_argument("--inner", type=int, nargs="+", default=[], help="ranks of a node, one or several (default: all)")
+    group.add_argument(
+        "--outer-gbs",
+        type=positive,
+        nargs="+",
+        default=[],
+        metavar="GB/s",
+        help="once more for each, with an artificial slow link of this bandwidth between nodes",
+    )
+    group.add_argument("--outer-us", type=float, default=0.0, help="latency of that link in microseconds (0)")
+    group.add_argument(
+        "--pretend-hosts",
+        type=int,
+        default=0,
+        metavar="HOSTS",
+        help="let NCCL take the ranks for those of so many hosts, so that hosts share GPUs: bytes and bits, no times",
+    )
 
 
 def arguments() -> argparse.Namespace:
@@ -199,15 +196,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--pairs", action="store_true", help="print the balance in pairs of --virtual, run nothing")
     parser.add_argument("--cases", nargs="+", help="names of the rings to play (default: all)")
     parser.add_argument("--baselines", action="store_true", help="gathered dense, head-parallel, index policies too")
-    parser.add_argument("--inner", type=int, help="ranks of a node, to compare hierarchies on real ranks")
+    add_real(parser)
     parser.add_argument("--dense", action="store_true", help="dense attention on the same rings too")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
-        "--device", default="cuda", choices=["cuda", "cpu"], help="of played ranks; cpu: the reference operators"
+        "--device", default="cuda", choices=["cuda", "cpu"], help="cpu: the reference operators, and gloo for real ranks"
     )
     parser.add_argument("--out", type=Path, help="folder of the JSON and Markdown results")
     args = parser.parse_args()
-    known = {case.name for nodes in (1, 2) for case in comparison(nodes, True)}
+    known = {case.name for nodes in (1, 2) for case in comparison(nodes, True)} | set(ranks.ALONE)
     if args.cases is not None and not set(args.cases) <= known:
         parser.error(f"--cases: {sorted(set(args.cases) - known)} unknown, there are {sorted(known)}")
     args.pattern = args.pattern or ("bands" if args.virtual else "reference")
@@ -226,8 +223,7 @@ def check_run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None
         parser.error("real ranks: run it under torchrun --nproc-per-node N -m benchmarks.bench_ring, or give --virtual")
     if args.repeats < 1:
         parser.error(f"--repeats {args.repeats}: must be at least 1")
-    if args.inner is not None and (args.inner < 1 or sizes[0] % args.inner):
-        parser.error(f"--inner {args.inner}: must divide the {sizes[0]} ranks")
+    check_real(parser, args, sizes[0])
     for seq_len in args.seq_lens:
         unit = 2 * BLOCK * math.lcm(*sizes)  # two zigzag chunks a rank
         if seq_len < 1 or seq_len % unit:
@@ -236,11 +232,35 @@ def check_run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None
         parser.error("--device cuda: there is no GPU; --pairs needs none, and --virtual can run with --device cpu")
 
 
+def check_real(parser: argparse.ArgumentParser, args: argparse.Namespace, size: int) -> None:
+    """The same for the options of real ranks."""
+    given = [name for name in ("inner", "outer_gbs", "outer_us", "pretend_hosts") if getattr(args, name)]
+    if args.virtual and given:
+        parser.error(f"--{given[0].replace('_', '-')}: of real ranks, not of --virtual")
+    for inner in args.inner:
+        if inner < 1 or size % inner:
+            parser.error(f"--inner {inner}: must divide the {size} ranks")
+    args.inner = args.inner or [size]
+    if not args.outer_us >= 0:
+        parser.error(f"--outer-us {args.outer_us}: must be at least 0")
+    if args.outer_us and not args.outer_gbs:
+        parser.error("--outer-us: needs --outer-gbs")
+    if args.outer_gbs and all(inner == size for inner in args.inner):
+        parser.error(f"--outer-gbs: needs an --inner below the {size} ranks, whose nodes it lies between")
+    if args.pretend_hosts and (args.device == "cpu" or args.outer_gbs):
+        parser.error("--pretend-hosts: for GPUs, without --outer-gbs: such runs have no times")
+    if args.pretend_hosts and torch.cuda.is_available():
+        try:
+            hosts.local_size(size, args.pretend_hosts, torch.cuda.device_count())
+        except ValueError as error:
+            parser.error(f"--pretend-hosts: {error}")
+
+
 def main() -> None:
     """Runs the benchmark and writes the results as they come."""
     args = arguments()
     if not args.virtual:
-        run_real(args)
+        ranks.run(args)
         return
     lengths = "-".join(f"{seq_len // 1024}k" for seq_len in args.seq_lens)
     for node in args.virtual:

@@ -77,6 +77,40 @@ def _on_host(function: Callable[[], object], repeats: int, budget_ms: float, war
     return Measured(statistics.median(times), 0.0)
 
 
+class Marks:
+    """Times between points of one run, taken behind other work, as in a model whose launches run ahead of the device.
+
+    Without CUDA they are of the host's clock.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._taken: list[torch.cuda.Event | float] = []
+
+    def begin(self) -> None:
+        """Occupies the device for some milliseconds, and takes the first point behind that."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda._sleep(2 * QUEUE_CYCLES)
+        self.mark()
+
+    def mark(self) -> None:
+        """The next point."""
+        if self._device.type != "cuda":
+            self._taken.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._taken.append(event)
+
+    def read(self) -> list[float]:
+        """Milliseconds from the first point to each later one; waits for the device."""
+        if self._device.type != "cuda":
+            return [(at - self._taken[0]) * 1e3 for at in self._taken[1:]]  # type: ignore[operator]
+        torch.cuda.synchronize(self._device)
+        return [self._taken[0].elapsed_time(event) for event in self._taken[1:]]  # type: ignore[union-attr]
+
+
 def captured(function: Callable[[], object]) -> Callable[[], object]:
     """``function`` as a CUDA graph: its kernels without the time to launch them from Python."""
     side = torch.cuda.Stream()

@@ -1,11 +1,12 @@
-"""Rings on real ranks, over NCCL (one rank: no ring): index, forward and backward of one call, and what was hidden.
+"""One rank of a ring on real ranks, over NCCL (gloo on the CPU; one rank: no ring): its groups, its calls, their times.
 
 A call estimates its index and then attends under the made-up one: that of random tensors would keep nearly everything.
 """
 
 from __future__ import annotations
 
-import statistics
+import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -13,18 +14,46 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.problems import Problem
-from benchmarks.ring import megatron_dense
-from benchmarks.ring.cases import Case, Row, case_index, describe, in_pairs
-from benchmarks.ring.gathered import GatheredRanks
-from benchmarks.timing import QUEUE_CYCLES, measure
+from benchmarks.ring import hosts
+from benchmarks.ring.cases import Case, Row
+from benchmarks.ring.throttle import Throttle, ThrottledProfile
+from benchmarks.timing import Marks
 from megatron_mtraining import VerticalSlashIndex, estimate_index
 from megatron_mtraining.attention import attention_on_groups
 from megatron_mtraining.comm import RingGroups
-from megatron_mtraining.metrics import imbalance_degrees
-from megatron_mtraining.ring_profile import PassTimes, profile_ring
+from megatron_mtraining.ring_profile import PassTimes, RingProfile, profile_ring
 from megatron_mtraining.simulator.timeline import Ring
+from megatron_mtraining.testing import run_virtual
 
 WALL = ("index", "forward", "backward", "call")
+
+@dataclass(frozen=True)
+class Conditions:
+    """What holds for the rows of a run beside the case.
+
+    Attributes:
+        throttle: an artificial slow link between nodes.
+        pretended_hosts: hosts pretended to NCCL, 0 for none: ranks share GPUs, so rows have no times.
+        repeats: calls that are timed.
+    """
+
+    throttle: Throttle | None = None
+    pretended_hosts: int = 0
+    repeats: int = 5
+
+    def columns(self) -> Row:
+        """The same for every row of the run."""
+        link = "as it is" if self.throttle is None else self.throttle.label
+        row: Row = {"links": link, "connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "default")}
+        return row | ({"hosts": hosts.label(self.pretended_hosts)} if self.pretended_hosts else {})
+
+    def profile(self) -> RingProfile:
+        """What takes the times of passes, with the slow link if there is one."""
+        return RingProfile() if self.throttle is None else ThrottledProfile(self.throttle)
+
+    def links(self) -> AbstractContextManager[object]:
+        """Within it passes go over the slow link, if there is one."""
+        return nullcontext() if self.throttle is None else profile_ring(self.profile())
 
 
 def ring_groups(inner_size: int) -> RingGroups:
@@ -53,15 +82,20 @@ class RealRank:
     ring: Ring
     groups: RingGroups
     index: VerticalSlashIndex
+    conditions: Conditions = Conditions()
     tensors: list[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         self.config = self.case.config(self.ring)
         self.layout = self.case.layout_of(self.problem.seq_len, self.ring)
-        torch.manual_seed(0)  # the same sequence on all ranks
         rank = dist.get_rank()
-        self.tensors = [self.layout.shard(x, rank).contiguous() for x in self.problem.tensors()]
+        self.tensors = [self.layout.shard(x, rank).contiguous() for x in self.whole()]
         self.leaves = [x.requires_grad_() for x in self.tensors[:3]]
+
+    def whole(self) -> tuple[Tensor, ...]:
+        """The tensors of all ranks, the same on each."""
+        torch.manual_seed(0)
+        return self.problem.tensors()
 
     def estimate(self) -> None:
         """The call's index; dense attention needs none."""
@@ -76,104 +110,56 @@ class RealRank:
         )
         return out
 
+    def results(self) -> list[Tensor]:
+        """out, dq, dk, dv."""
+        out = self.attend()
+        return [out, *torch.autograd.grad(out, self.leaves, self.tensors[3])]
+
     def wall_times(self) -> dict[str, float]:
         """Milliseconds of one call behind other work, as in a model whose launches run ahead of the device."""
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
-        dist.barrier()
-        torch.cuda.synchronize()
-        torch.cuda._sleep(2 * QUEUE_CYCLES)
-        events[0].record()
-        self.estimate()
-        events[1].record()
-        out = self.attend()
-        events[2].record()
-        torch.autograd.grad(out, self.leaves, self.tensors[3])
-        events[3].record()
-        torch.cuda.synchronize()
-        spans = ((0, 1), (1, 2), (2, 3), (0, 3))
-        return {name: events[a].elapsed_time(events[b]) for name, (a, b) in zip(WALL, spans, strict=True)}
+        marks = Marks(self.tensors[3].device)
+        with self.conditions.links():
+            dist.barrier()
+            marks.begin()
+            self.estimate()
+            marks.mark()
+            out = self.attend()
+            marks.mark()
+            torch.autograd.grad(out, self.leaves, self.tensors[3])
+            marks.mark()
+            index, forward, call = marks.read()
+        return dict(zip(WALL, (index, forward - index, call - forward, call), strict=True))
 
     def profiled(self) -> list[PassTimes]:
         """The passes of one call without index."""
+        profile = self.conditions.profile()
         dist.barrier()
-        torch.cuda.synchronize()
-        torch.cuda._sleep(2 * QUEUE_CYCLES)
-        with profile_ring() as profile:
-            torch.autograd.grad(self.attend(), self.leaves, self.tensors[3])
+        Marks(self.tensors[3].device).begin()
+        with profile_ring(profile):
+            self.results()
         return profile.read()
+
+    def bits_equal(self) -> bool:
+        """Whether output and gradients of all ranks are, bit by bit, those of one process that plays all ranks."""
+        mine = self.results()
+        whole = self.whole()
+        leaves = [x.requires_grad_() for x in whole[:3]]
+        options = {"config": self.config, "layout": self.layout, "inner_size": self.ring.inner_size}
+        out = run_virtual(*leaves, index=self.index, **options)  # type: ignore[arg-type]
+        expected = [out, *torch.autograd.grad(out, leaves, whole[3])]
+        rank = dist.get_rank()
+        same = all(torch.equal(x, self.layout.shard(y, rank)) for x, y in zip(mine, expected, strict=True))
+        return slowest({"different": float(not same)})["different"] == 0
+
+
+def everyone[Value](mine: Value) -> list[Value]:
+    """The values of all ranks."""
+    ranks: list[Value] = [mine] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    return ranks
 
 
 def slowest(mine: dict[str, float]) -> dict[str, float]:
     """The largest of every value over the ranks."""
-    ranks: list[dict[str, float]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(ranks, mine)
+    ranks = everyone(mine)
     return {name: max(r[name] for r in ranks) for name in mine}
-
-
-def pass_row(found: list[PassTimes]) -> Row:
-    """What the profile says of one phase, over all ranks: the slowest of each value, the least hidden."""
-    mine = {
-        name: statistics.median(getattr(p, name) for p in found) for name in ("exposed_ms", "transfer_ms", "tail_ms")
-    }
-    hidden = statistics.median(p.hidden for p in found)
-    compute = [statistics.median(p.launches[i].compute_ms for p in found) for i in range(len(found[0].launches))]
-    ranks: list[dict] = [{}] * dist.get_world_size()
-    dist.all_gather_object(ranks, {"hidden": hidden, "compute": compute})
-    table = torch.tensor([r["compute"] for r in ranks])
-    return (
-        {name: round(value, 3) for name, value in slowest(mine).items()}
-        | {"hidden": round(min(r["hidden"] for r in ranks), 3)}
-        | {f"time_{name}": round(value, 3) for name, value in imbalance_degrees(table).items()}
-        | {"per_launch_ms": [[round(x, 3) for x in r["compute"]] for r in ranks]}
-    )
-
-
-def real_rows(
-    problem: Problem, case: Case, ring: Ring, groups: RingGroups, index: VerticalSlashIndex, repeats: int
-) -> list[Row]:
-    """Rows of a case (those of the slowest rank): index, forward, backward, and the call of all three."""
-    rank = RealRank(problem, case, ring, groups, case_index(problem, case, index))
-    few = 2 if case.dense else repeats
-    wall = [rank.wall_times() for _ in range(few + 1)][1:]
-    passes = [times for _ in range(few) for times in rank.profiled()]
-    median = slowest({name: statistics.median(times[name] for times in wall) for name in WALL})
-    common = describe(problem, case.name, ring, rank.index) | in_pairs(rank.index, rank.layout, ring)
-    rows = []
-    for name in WALL:
-        if case.dense and name == "index":
-            continue
-        row = common | {"pass": name, "ms": round(median[name], 3)}
-        if name in ("forward", "backward"):
-            row |= pass_row([p for p in passes if p.phase == name])
-        rows.append(row)
-    return rows
-
-
-def dense_rows(problem: Problem, ring: Ring) -> list[Row]:
-    """Dense attention on the same ranks: cuDNN with gathered keys (one rank: all of it), and Transformer Engine's ring."""
-    torch.manual_seed(0)
-    ranks = GatheredRanks(problem.tensors(), dist.group.WORLD)
-    found = {}
-    for phase, run in (("forward", ranks.forward), ("backward", ranks.backward)):
-        dist.barrier()
-        # One number of repeats on all ranks: they call each other.
-        found[phase] = measure(run, repeats=2, budget_ms=float("inf"), queued=True).ms
-    found["call"] = sum(found.values())
-    del ranks
-    rows = dense_row(
-        "cuDNN dense, one rank" if ring.cp_size == 1 else "cuDNN dense, gathered keys", problem, ring, found
-    )
-    if megatron_dense.installed():
-        torch.cuda.empty_cache()
-        times = megatron_dense.measured(problem.tensors(), dist.group.WORLD)
-        rows += dense_row("Transformer Engine dense, p2p", problem, ring, times)
-    return rows
-
-
-def dense_row(name: str, problem: Problem, ring: Ring, times: dict[str, float]) -> list[Row]:
-    """Rows of a dense implementation, the slowest rank's."""
-    common = {
-        "case": name, "seq_len": problem.seq_len, "heads": problem.heads, "kv_heads": problem.kv_heads,
-        "head_dim": problem.head_dim, "cp_size": ring.cp_size, "inner_size": ring.inner_size, "density": 1.0,
-    }  # fmt: skip
-    return [common | {"pass": phase, "ms": round(ms, 3)} for phase, ms in slowest(times).items()]
