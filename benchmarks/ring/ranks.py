@@ -19,6 +19,7 @@ from benchmarks.ring.real import Conditions, ring_groups
 from benchmarks.ring.real_rows import dense_rows, real_rows
 from benchmarks.ring.throttle import Throttle
 from megatron_mtraining.comm import RingGroups
+from megatron_mtraining.ring_op import forget_contexts
 from megatron_mtraining.simulator.timeline import Ring
 
 MODULE = "benchmarks.bench_ring"
@@ -117,4 +118,7 @@ def run(args: argparse.Namespace) -> None:
             if dist.get_rank() == 0:
                 write(rows, args.out, MODULE, file_name(args, size))
                 print(json.dumps(found), flush=True)
+    dist.barrier()
+    forget_contexts()
+    made.clear()
     dist.destroy_process_group()

@@ -1,13 +1,14 @@
 """One rank of the distributed tests: ``torchrun``-like start, all cases in one process, one line of JSON a case.
 
-    python -m tests.core.distributed_worker RANK WORLD STORE_FILE REPORT_FILE [case ...]
+    python -m tests.core.distributed_worker RANK WORLD STORE_FILE REPORT_FILE [--pretend-hosts HOSTS] [case ...]
 
-On a machine with enough GPUs the same cases run on NCCL.
+On a machine with enough GPUs the same cases run on NCCL; with pretended hosts on a GPU for each rank of a host.
 """
 
+import argparse
 import json
+import os
 import random
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from benchmarks.ring import hosts
 from megatron_mtraining import (
     Documents,
     Layout,
@@ -277,25 +279,42 @@ def unequal_shapes_are_refused_on_every_rank() -> None:
     assert gathers.count(15) == 1, f"compared {gathers.count(15)} times"
 
 
+def join(options: argparse.Namespace) -> None:
+    """Joins the ranks: over NCCL where there are GPUs for them, else over gloo."""
+    rank, world, devices = options.rank, options.world, torch.cuda.device_count()
+    local = world
+    if options.pretend_hosts:
+        local = hosts.local_size(world, options.pretend_hosts, devices)
+        os.environ.update(hosts.environment(rank, local) | os.environ)  # given ones win, to try others
+    on_gpu = devices >= local
+    if on_gpu:
+        torch.cuda.set_device(rank % local)
+    store = dist.FileStore(options.store, world)
+    dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world)
+
+
 def main() -> None:
     """Runs the cases and writes their outcome."""
-    rank, world, store, report, *names = sys.argv[1:]
-    on_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= int(world)
-    if on_gpu:
-        torch.cuda.set_device(int(rank))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rank", type=int)
+    parser.add_argument("world", type=int)
+    parser.add_argument("store")
+    parser.add_argument("report")
+    parser.add_argument("cases", nargs="*", help="default: all")
+    parser.add_argument("--pretend-hosts", type=int, default=0, help="hosts that NCCL is to take the ranks for")
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo", store=dist.FileStore(store, int(world)), rank=int(rank), world_size=int(world)
-    )
-    with Path(f"{report}.{rank}").open("w") as file:
-        for name in names or CASES:
-            outcome = "passed"
+    join(options)
+    with Path(f"{options.report}.{options.rank}").open("w") as file:
+        for name in options.cases or CASES:
+            outcome, began = "passed", time.perf_counter()
             try:
                 CASES[name]()
             except Exception:
                 outcome = traceback.format_exc()
             file.write(json.dumps([name, outcome]) + "\n")
             file.flush()
+            print(f"{name}: {time.perf_counter() - began:.1f} s", flush=True)
             if outcome != "passed":
                 break  # the other ranks may wait for this one for ever
     dist.destroy_process_group()
