@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.problems import Problem
-from benchmarks.ring import gathered, heads, hosts, played, ranks
+from benchmarks.ring import gathered, heads, hosts, played, run_ranks
 from benchmarks.ring.cases import PATTERNS, Case, Row, comparison, in_pairs, pattern_index
 from benchmarks.ring.output import LISTS, write
 from benchmarks.structured import structured_tensors
@@ -153,7 +153,9 @@ def positive(text: str) -> float:
 def add_real(parser: argparse.ArgumentParser) -> None:
     """Options of real ranks alone."""
     group = parser.add_argument_group("real ranks")
-    group.add_argument("--inner", type=int, nargs="+", default=[], help="ranks of a node, one or several (default: all)")
+    group.add_argument(
+        "--inner", type=int, nargs="+", default=[], help="ranks of a node, one or several (default: all)"
+    )
     group.add_argument(
         "--outer-gbs",
         type=positive,
@@ -200,11 +202,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dense", action="store_true", help="dense attention on the same rings too")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
-        "--device", default="cuda", choices=["cuda", "cpu"], help="cpu: the reference operators, and gloo for real ranks"
+        "--device",
+        default="cuda",
+        choices=["cuda", "cpu"],
+        help="cpu: the reference operators, and gloo for real ranks",
     )
     parser.add_argument("--out", type=Path, help="folder of the JSON and Markdown results")
     args = parser.parse_args()
-    known = {case.name for nodes in (1, 2) for case in comparison(nodes, True)} | set(ranks.ALONE)
+    known = {case.name for nodes in (1, 2) for case in comparison(nodes, True)} | set(run_ranks.ALONE)
     if args.cases is not None and not set(args.cases) <= known:
         parser.error(f"--cases: {sorted(set(args.cases) - known)} unknown, there are {sorted(known)}")
     args.pattern = args.pattern or ("bands" if args.virtual else "reference")
@@ -260,7 +265,7 @@ def main() -> None:
     """Runs the benchmark and writes the results as they come."""
     args = arguments()
     if not args.virtual:
-        ranks.run(args)
+        run_ranks.run(args)
         return
     lengths = "-".join(f"{seq_len // 1024}k" for seq_len in args.seq_lens)
     for node in args.virtual:

@@ -1,9 +1,9 @@
 """Pretended hosts: more ranks than GPUs on NCCL, for correctness.
 
 NCCL refuses two ranks on one GPU of one host, and takes them for ranks of two hosts if each process says another host's name
-(``NCCL_HOSTID``). Four ranks on two GPUs are then two hosts of two: ranks of a pretended host talk over NVLink, those of different
-ones over NCCL's socket transport on the loopback device. Two processes share each GPU by time slices and every exchange waits for
-both slices, so times of such a run mean nothing.
+(``NCCL_HOSTID``). Four ranks on two GPUs are then two hosts of two: ranks of a pretended host talk over NVLink, those of
+different ones over NCCL's socket transport on the loopback device. Two processes share each GPU by time slices and every
+exchange waits for both slices, so times of such a run mean nothing.
 """
 
 from __future__ import annotations

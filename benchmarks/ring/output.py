@@ -33,14 +33,26 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
 
 
-def write(rows: list[Row], folder: Path, module: str, name: str) -> None:
-    """Writes ``name-DATE-...`` with the command line that made them; called again as rows come."""
+def write(rows: list[Row], folder: Path, module: str, name: str, device: str = "") -> Path:
+    """Writes ``name-DATE-...`` with the command line that made them; called again as rows come.
+
+    Args:
+        rows: all so far.
+        folder: of the files.
+        module: that was run.
+        name: of the files, with DATE for today's.
+        device: what the rows are of; this machine's card if not given.
+
+    Returns:
+        The files' path without their endings.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     date = datetime.date.today().isoformat()
     command = f"python -m {module} " + shlex.join(sys.argv[1:]).replace(str(folder), "benchmarks/results")
     target = folder / name.replace("DATE", date)
-    head = {"date": date, "command": command, "device": device_name(), "torch": torch.__version__}
+    head = {"date": date, "command": command, "device": device or device_name(), "torch": torch.__version__}
     lines = ",\n".join(json.dumps(row) for row in rows)
     Path(f"{target}.json").write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n')
     title = f"# {module} on {head['device']}, {date}\n\n`{command}`, torch {head['torch']}."
     Path(f"{target}.md").write_text(markdown(rows, title))
+    return target

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from benchmarks.problems import Problem
-from benchmarks.ring.cases import Case, Row, describe, in_pairs
+from benchmarks.ring.cases import Case, Row, case_index, describe, in_pairs
 from benchmarks.ring.gathered import gather_ms
 from benchmarks.ring.throttle import Throttle
 from megatron_mtraining import VerticalSlashIndex
@@ -85,9 +85,9 @@ def predicted(
     return found
 
 
-def predicted_gathered(problem: Problem, cp_size: int, node_size: int, throttle: Throttle | None = None) -> Forecast:
+def predicted_gathered(problem: Problem, cp_size: int, node_size: int) -> Forecast:
     """Gathered dense by pass: cuDNN at the rate of one GPU, and the gathering, nothing of it hidden."""
-    traffic = gather_ms(shape_of(problem), cp_size, node_size, links_of(throttle))
+    traffic = gather_ms(shape_of(problem), cp_size, node_size, links_of(None))
     found: Forecast = {}
     total = 0.0
     for phase, exposed in zip(PHASES, traffic, strict=True):
@@ -130,3 +130,39 @@ def tflops(problem: Problem, index: VerticalSlashIndex, cp_size: int, name: str,
 def common_columns(problem: Problem, case: Case, ring: Ring, index: VerticalSlashIndex, layout: Layout) -> Row:
     """What a row of a ring says first."""
     return describe(problem, case.name, ring, index) | in_pairs(index, layout, ring)
+
+
+def dense_columns(name: str, problem: Problem, ring: Ring) -> Row:
+    """The same for dense attention that is not ours."""
+    return {
+        "case": name, "seq_len": problem.seq_len, "heads": problem.heads, "kv_heads": problem.kv_heads,
+        "head_dim": problem.head_dim, "cp_size": ring.cp_size, "inner_size": ring.inner_size, "density": 1.0,
+    }  # fmt: skip
+
+
+def gathered_name(cp_size: int) -> str:
+    """The case of cuDNN's dense attention."""
+    return "cuDNN dense, one rank" if cp_size == 1 else "cuDNN dense, gathered keys"
+
+
+def ring_rows(
+    problem: Problem, case: Case, ring: Ring, index: VerticalSlashIndex, throttle: Throttle | None
+) -> list[Row]:
+    """Rows of a case that nobody has run."""
+    index = case_index(problem, case, index)
+    common = common_columns(problem, case, ring, index, case.layout_of(problem.seq_len, ring)) | link_columns(throttle)
+    return [
+        common | {"pass": name} | columns for name, columns in predicted(problem, case, ring, index, throttle).items()
+    ]
+
+
+def gathered_rows(problem: Problem, ring: Ring) -> list[Row]:
+    """The same for dense attention of cuDNN over gathered keys."""
+    common = dense_columns(gathered_name(ring.cp_size), problem, ring) | link_columns(None)
+    found = predicted_gathered(problem, ring.cp_size, ring.node_size)
+    return [common | {"pass": name} | columns for name, columns in found.items()]
+
+
+def link_columns(throttle: Throttle | None) -> Row:
+    """What a row says of the links between nodes."""
+    return {"links": "as it is" if throttle is None else throttle.label}

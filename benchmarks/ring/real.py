@@ -16,6 +16,7 @@ from torch import Tensor
 from benchmarks.problems import Problem
 from benchmarks.ring import hosts
 from benchmarks.ring.cases import Case, Row
+from benchmarks.ring.prediction import link_columns
 from benchmarks.ring.throttle import Throttle, ThrottledProfile
 from benchmarks.timing import Marks
 from megatron_mtraining import VerticalSlashIndex, estimate_index
@@ -26,6 +27,7 @@ from megatron_mtraining.simulator.timeline import Ring
 from megatron_mtraining.testing import run_virtual
 
 WALL = ("index", "forward", "backward", "call")
+
 
 @dataclass(frozen=True)
 class Conditions:
@@ -43,8 +45,7 @@ class Conditions:
 
     def columns(self) -> Row:
         """The same for every row of the run."""
-        link = "as it is" if self.throttle is None else self.throttle.label
-        row: Row = {"links": link, "connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "default")}
+        row = link_columns(self.throttle) | {"connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "default")}
         return row | ({"hosts": hosts.label(self.pretended_hosts)} if self.pretended_hosts else {})
 
     def profile(self) -> RingProfile:

@@ -17,6 +17,8 @@ from benchmarks.ring.prediction import (
     Forecast,
     Traffic,
     common_columns,
+    dense_columns,
+    gathered_name,
     planned_traffic,
     predicted,
     predicted_gathered,
@@ -66,18 +68,19 @@ def pass_row(found: list[PassTimes]) -> Row:
 
 
 def timed_rows(rank: RealRank, passes: int) -> list[Row]:
-    """Rows of a case with times (those of the slowest rank), each with its prediction; so many calls are timed."""
+    """Rows of a case with times (those of the slowest rank), on GPUs each with its prediction; so many calls are timed."""
     wall = [rank.wall_times() for _ in range(passes + 1)][1:]
     found = [times for _ in range(passes) for times in rank.profiled()]
     median = slowest({name: statistics.median(times[name] for times in wall) for name in WALL})
     problem, index, size = rank.problem, rank.index, rank.ring.cp_size
-    forecast = predicted(problem, rank.case, rank.ring, index, rank.conditions.throttle)
+    on_gpu = rank.problem.device == "cuda"
+    forecast = predicted(problem, rank.case, rank.ring, index, rank.conditions.throttle) if on_gpu else {}
     common = common_columns(problem, rank.case, rank.ring, index, rank.layout) | rank.conditions.columns()
     rows = []
     for name in WALL:
         if rank.case.dense and name == "index":
             continue
-        row = common | {"pass": name, "ms": round(median[name], 3)} | forecast[name]
+        row = common | {"pass": name, "ms": round(median[name], 3)} | forecast.get(name, {})
         if name in FACTORS:
             row["tflops"] = tflops(problem, index, size, name, median[name])
         if name in ("forward", "backward"):
@@ -139,12 +142,13 @@ def dense_rows(problem: Problem, ring: Ring, conditions: Conditions) -> list[Row
     forecast = predicted_gathered(problem, ring.cp_size, ring.node_size)
     repeats = 1 if forecast["call"]["predicted_ms"] > LONG_MS else 2
     found = {
-        phase: together(run, device, repeats) for phase, run in (("forward", ranks.forward), ("backward", ranks.backward))
+        phase: together(run, device, repeats)
+        for phase, run in (("forward", ranks.forward), ("backward", ranks.backward))
     }
     found["call"] = sum(found.values())
     del ranks
-    name = "cuDNN dense, one rank" if ring.cp_size == 1 else "cuDNN dense, gathered keys"
-    rows = dense_row(name, problem, ring, found, forecast, conditions)
+    name = gathered_name(ring.cp_size)
+    rows = dense_row(name, problem, ring, found, forecast if problem.device == "cuda" else {}, conditions)
     if megatron_dense.installed():
         torch.cuda.empty_cache()
         times = megatron_dense.measured(problem.tensors(), dist.group.WORLD)
@@ -156,10 +160,7 @@ def dense_row(
     name: str, problem: Problem, ring: Ring, times: dict[str, float], forecast: Forecast, conditions: Conditions
 ) -> list[Row]:
     """Rows of a dense implementation, the slowest rank's; nothing is predicted for Transformer Engine."""
-    common = {
-        "case": name, "seq_len": problem.seq_len, "heads": problem.heads, "kv_heads": problem.kv_heads,
-        "head_dim": problem.head_dim, "cp_size": ring.cp_size, "inner_size": ring.inner_size, "density": 1.0,
-    } | conditions.columns()  # fmt: skip
+    common = dense_columns(name, problem, ring) | conditions.columns()
     pairs = problem.heads * problem.seq_len**2 / 2
     return [
         common

@@ -1,6 +1,7 @@
 """Rings over real process groups: bit for bit what one process playing all ranks computes.
 
-On NCCL: two and four ranks on as many GPUs; with two or three GPUs four ranks on two pretended hosts (``benchmarks.ring.hosts``).
+On NCCL: two and four ranks on as many GPUs; with two or three GPUs four ranks on two pretended hosts
+(``benchmarks.ring.hosts``).
 """
 
 import json

@@ -28,15 +28,16 @@ ALONE = ("ours, one rank", "dense, one rank")
 
 
 def real_cases(cp_size: int, inner_size: int, with_dense: bool) -> list[tuple[Case, Ring]]:
-    """The rings to compare on real ranks. A single rank has one; with nodes of one rank the hierarchical ring is the flat one,
-    so it is there to be throttled: nothing is rotated, and dense attention is left out.
+    """The rings to compare on real ranks. A single rank has one. With nodes of one rank the hierarchical ring does what the
+    flat one does, but over its outer channels, which a slow link is put into: it is there alone.
     """
     if cp_size == 1:
         found = [Case(ALONE[0])] + [Case(ALONE[1], dense=True)] * with_dense
         return [(case, Ring(1, 1, 1)) for case in found]
     found = comparison(cp_size // inner_size, with_dense)
     made = [(case, case.ring(cp_size, inner_size)) for case in found if case.chunks is None or cp_size > 2]
-    return [(case, ring) for case, ring in made if inner_size > 1 or not (case.rotated or case.dense)]
+    alone = [case.hierarchical and not (case.rotated or case.dense) for case, _ in made]
+    return [pair for pair, kept in zip(made, alone, strict=True) if inner_size > 1 or kept]
 
 
 def throttled_cases(cp_size: int, inner_size: int) -> list[tuple[Case, Ring]]:
