@@ -2,10 +2,11 @@
 # Everything that needs a GPU in one go, on a machine with python3 (torch >= 2.11), nvcc and an NVIDIA GPU, without network:
 # the native library (built here unless a prebuilt one lies in megatron_mtraining/lib), the GPU tests, the benchmark.
 #
-#   tools/gpu.sh [build|test|bench|sanitize ...]     default: test bench
+#   tools/gpu.sh [build|test|bench|sanitize|ring ...]     default: test
 #
+# ring: the distributed suite over NCCL and the ring benchmark on 1, 2, 4 ... GPUs, as many as there are (docs/ring.md).
 # PYTHON names the interpreter, OUT the folder of the results (default: benchmarks/results), BENCH further options of
-# benchmarks.bench_ops, CMAKE_ARGS further options of CMake.
+# benchmarks.bench_ops, RING of benchmarks.bench_scaling, CMAKE_ARGS of CMake.
 set -eu
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -89,6 +90,27 @@ sanitize() {
     [ -z "$failed" ] || { echo "tools/gpu.sh: failed:$failed (logs in $out)" >&2; return 1; }
 }
 
+# Rings over all GPUs of this machine: correctness first; the benchmark runs even so, and either failure is told at the end.
+ring() {
+    failed=""
+    mkdir -p "$out"
+    suite="$out/ring-suite.log"
+    $python -m pytest -q -p no:cacheprovider -m gpu --durations=0 tests/core/test_distributed.py >"$suite" 2>&1 || failed=" suite"
+    tail -n 1 "$suite"
+    # shellcheck disable=SC2086
+    $python -m benchmarks.bench_scaling --out "$out" ${RING:-} || failed="$failed benchmark"
+    # With two or three GPUs a hierarchical ring of two by two on pretended hosts: its bytes and bits, no times.
+    case $($python -c 'import torch; print(torch.cuda.device_count())') in
+        2 | 3) pretended >"$out/ring-pretended.log" 2>&1 || failed="$failed pretended" ;;
+    esac
+    [ -z "$failed" ] || { echo "tools/gpu.sh: failed:$failed (logs in $out)" >&2; return 1; }
+}
+
+pretended() {
+    $python -m torch.distributed.run --standalone --nproc-per-node 4 -m benchmarks.bench_ring --seq-lens 65536 --inner 4 2 \
+        --pattern bands --dense --pretend-hosts 2 --out "$out"
+}
+
 [ -f "$library" ] || build
 for task in "${@:-test}" ; do
     case $task in
@@ -99,6 +121,7 @@ for task in "${@:-test}" ; do
             $python -m benchmarks.bench_ops --out "$out" ${BENCH:-}
             ;;
         sanitize) sanitize ;;
-        *) echo "tools/gpu.sh: $task is none of build, test, bench, sanitize" >&2; exit 2 ;;
+        ring) ring ;;
+        *) echo "tools/gpu.sh: $task is none of build, test, bench, sanitize, ring" >&2; exit 2 ;;
     esac
 done
