@@ -68,7 +68,10 @@ def draw_constant(axis: Any, rows: list[Values], kind: str) -> None:
         axis.plot(sizes, [size / sizes[0] for size in sizes], color="grey", linewidth=0.8)
     axis.set_xticks(sizes)
     what = "speed-up" if kind == "global" else "rate a GPU over that of the first"
-    axis.set(xlabel="GPUs", ylabel=what, title=f"constant length, {constant or kind}", ylim=(0, None))
+    axis.set(
+        xlabel="GPUs (filled: measured; hollow: predicted)", ylabel=what, ylim=(0, None if kind == "global" else 1.2)
+    )
+    axis.set_title(f"constant length, {constant or kind}")
     axis.grid(alpha=0.3)
     if axis.get_legend_handles_labels()[1]:
         axis.legend(fontsize=7)
@@ -102,6 +105,9 @@ def draw_slow(axis: Any, rows: list[Values]) -> None:
     axis.set_title(f"call, {length} tokens" if length else "no slow link")
     if slow:
         axis.set_xscale("log")
+        speeds = sorted({bandwidth(row) or 0 for row in slow})
+        axis.set_xticks(speeds, [f"{speed:g}" for speed in speeds])
+        axis.minorticks_off()
         axis.legend(fontsize=7)
     axis.grid(alpha=0.3)
 

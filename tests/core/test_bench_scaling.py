@@ -2,7 +2,7 @@
 
 import json
 import os
-import re
+import shutil
 import subprocess
 import sys
 import types
@@ -274,10 +274,32 @@ def test_wrong_options_end_in_one_line(
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_the_ring_task_of_the_gpu_script_names_what_exists() -> None:
-    script = (ROOT / "tools" / "gpu.sh").read_text()
-    modules = re.findall(r"-m (benchmarks\.\w+)", script)
-    assert "benchmarks.bench_scaling" in modules and all(
-        (ROOT / f"{m.replace('.', '/')}.py").is_file() for m in modules
+STAND_IN = """#!/bin/sh
+case "$*" in
+    *device_count*) echo "$GPUS" ;;
+    *) echo "$*" >>"$OUT/calls"; case "$*" in *"$FAILS"*) exit 1 ;; esac ;;
+esac
+"""
+"""A Python that notes what it is asked to run."""
+
+
+@pytest.mark.parametrize(("gpus", "fails", "told"), [(2, "none", ""), (4, "none", ""), (2, "pytest", "failed: suite")])
+def test_the_ring_task_of_the_gpu_script(tmp_path: Path, gpus: int, fails: str, told: str) -> None:
+    """The suite, the benchmark and, on two GPUs, pretended hosts; a failure stops nothing and is told."""
+    for folder in ("tools", "megatron_mtraining/lib", "out"):
+        (tmp_path / folder).mkdir(parents=True)
+    shutil.copy(ROOT / "tools" / "gpu.sh", tmp_path / "tools")
+    (tmp_path / "megatron_mtraining/lib/libmegatron_mtraining_ops.so").touch()
+    python = tmp_path / "python"
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+    out = str(tmp_path / "out")
+    more = {"PYTHON": str(python), "OUT": out, "GPUS": str(gpus), "FAILS": fails, "RING": "--repeats 3"}
+    done = subprocess.run(
+        ["sh", "tools/gpu.sh", "ring"], cwd=tmp_path, env=os.environ | more, capture_output=True, text=True
     )
-    assert subprocess.run(["sh", "-n", "tools/gpu.sh"], cwd=ROOT).returncode == 0
+    assert done.returncode == bool(told) and told in done.stderr
+    calls = (tmp_path / "out" / "calls").read_text().splitlines()
+    assert "-m gpu" in calls[0] and calls[0].endswith("tests/core/test_distributed.py")
+    assert calls[1] == f"-m benchmarks.bench_scaling --out {out} --repeats 3"
+    assert ["--pretend-hosts 2" in call for call in calls[2:]] == [True] * (gpus < 4)
