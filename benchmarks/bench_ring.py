@@ -31,6 +31,7 @@ import torch
 from benchmarks.problems import Problem
 from benchmarks.ring import gathered, heads, hosts, played, run_ranks
 from benchmarks.ring.cases import PATTERNS, Case, Row, comparison, in_pairs, pattern_index
+from benchmarks.ring.delays import WAYS
 from benchmarks.ring.output import LISTS, write
 from benchmarks.structured import structured_tensors
 from megatron_mtraining import MTrainingConfig, estimate_index
@@ -165,6 +166,9 @@ def add_real(parser: argparse.ArgumentParser) -> None:
         help="once more for each, with an artificial slow link of this bandwidth between nodes",
     )
     group.add_argument("--outer-us", type=float, default=0.0, help="latency of that link in microseconds (0)")
+    group.add_argument(
+        "--outer-by", nargs="+", choices=WAYS, default=["copies"], help="what holds exchanges back there"
+    )
     group.add_argument(
         "--pretend-hosts",
         type=int,

@@ -27,8 +27,10 @@ import torch
 from benchmarks.bench_ring import heads_of, positive
 from benchmarks.plot_scaling import draw
 from benchmarks.ring.cases import PATTERNS, Row
+from benchmarks.ring.delays import WAYS
 from benchmarks.ring.output import write
 from benchmarks.ring.scaling import Start, starts, table
+from benchmarks.ring.throttle import SlowLinks
 
 MODULE = "benchmarks.bench_scaling"
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -42,7 +44,11 @@ def run(start: Start, args: argparse.Namespace) -> list[Row]:
         SystemExit: if it fails or takes longer than ``--timeout``, with where its log is.
     """
     folder = args.out / "starts" / start.name
+    done, log = folder / "done", folder / "log.txt"
+    if args.resume and done.exists():
+        return rows_in(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    done.unlink(missing_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(start.size)]
     command += ["-m", "benchmarks.bench_ring", *start.words(), "--pattern", args.pattern, "--device", args.device]
     command += ["--heads", "/".join(map(str, args.heads)), "--repeats", str(args.repeats), "--out", str(folder)]
@@ -51,14 +57,19 @@ def run(start: Start, args: argparse.Namespace) -> list[Row]:
         variables[CONNECTIONS] = str(start.connections)
     for old in folder.glob("ring-*.json"):
         old.unlink()
-    log = folder / "log.txt"
     with log.open("w") as file:
         try:
-            done = subprocess.run(command, env=variables, stdout=file, stderr=subprocess.STDOUT, timeout=args.timeout)
+            ended = subprocess.run(command, env=variables, stdout=file, stderr=subprocess.STDOUT, timeout=args.timeout)
         except subprocess.TimeoutExpired:
             raise SystemExit(f"{start.name}: not done after {args.timeout:g} s, see {log}") from None
-    if done.returncode:
+    if ended.returncode:
         raise SystemExit(f"{start.name}: failed, see {log}")
+    done.touch()
+    return rows_in(folder)
+
+
+def rows_in(folder: Path) -> list[Row]:
+    """The rows of a start that has ended."""
     [found] = folder.glob("ring-*.json")
     rows: list[Row] = json.loads(found.read_text())["rows"]
     return rows
@@ -82,11 +93,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--connections", type=int, nargs="*", default=[1, 8, 32])
     parser.add_argument("--outer-gbs", type=positive, nargs="*", default=[40.0, 20.0, 10.0, 5.0])
     parser.add_argument("--outer-us", type=float, default=50.0)
+    parser.add_argument("--outer-by", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--heads", type=heads_of, default=(16, 2, 128), help="heads/kv_heads/head_dim (16/2/128)")
     parser.add_argument("--pattern", choices=PATTERNS, default="bands")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: gloo, the reference operators")
     parser.add_argument("--predict", action="store_true", help="run nothing, ask the simulator")
+    parser.add_argument(
+        "--resume", action="store_true", help="take what --out has of starts that ended, run the others"
+    )
     parser.add_argument("--timeout", type=float, default=600, help="seconds of one start")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     args = parser.parse_args()
@@ -110,10 +125,10 @@ def main() -> None:
     sizes: list[int] = sorted(args.sizes)
     rows: list[Row] = []
     name = f"scaling-DATE-{'predicted-' if args.predict else ''}{sizes[-1]}-{args.device.replace('cuda', 'gpu')}s"
-    slow = (args.outer_gbs, args.outer_us)
+    slow = SlowLinks(tuple(args.outer_gbs), args.outer_us, tuple(args.outer_by))
     for start in starts(sizes, args.constant_global, args.constant_local, args.connections, slow):
         if args.predict:
-            if start.connections is None or start.outer_gbs:  # connections are nothing to the simulator
+            if start.connections is None or start.slow.gbs:  # connections are nothing to the simulator
                 rows += start.predicted(args.heads, args.pattern)
         else:
             began = time.perf_counter()

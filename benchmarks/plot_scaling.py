@@ -84,8 +84,12 @@ def bandwidth(row: Values) -> float | None:
 
 
 def draw_slow(axis: Any, rows: list[Values]) -> None:
-    """Calls of the longest sequence over the artificial link's bandwidth."""
-    slow = [row for row in rows if row["pass"] == "call" and bandwidth(row) is not None]
+    """Calls of the longest sequence over the artificial link's bandwidth, held back by copies."""
+    slow = [
+        row
+        for row in rows
+        if row["pass"] == "call" and bandwidth(row) is not None and not row["links"].endswith("kernel")
+    ]
     length = max((row["seq_len"] for row in slow), default=None)
     for case, style in SLOW.items():
         mine = sorted(

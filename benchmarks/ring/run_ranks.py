@@ -17,7 +17,7 @@ from benchmarks.ring.cases import Case, Row, comparison, pattern_index
 from benchmarks.ring.output import write
 from benchmarks.ring.real import Conditions, ring_groups
 from benchmarks.ring.real_rows import dense_rows, real_rows
-from benchmarks.ring.throttle import Throttle
+from benchmarks.ring.throttle import SlowLinks, Throttle
 from megatron_mtraining.comm import RingGroups
 from megatron_mtraining.ring_op import forget_contexts
 from megatron_mtraining.simulator.timeline import Ring
@@ -52,15 +52,15 @@ def throttled_cases(cp_size: int, inner_size: int) -> list[tuple[Case, Ring]]:
 
 
 def runs(
-    cp_size: int, inner_sizes: list[int], throttles: list[tuple[float, float]], with_dense: bool
+    cp_size: int, inner_sizes: list[int], slow: SlowLinks, with_dense: bool
 ) -> Iterator[tuple[Case, Ring, Throttle | None]]:
     """Everything that is run for a length: all rings over the links as they are, then those over slow ones."""
     for inner in inner_sizes:
         for case, ring in real_cases(cp_size, inner, with_dense):
             yield case, ring, None
-        for gbs, us in throttles:
+        for throttle in slow.throttles(inner):
             for case, ring in throttled_cases(cp_size, inner):
-                yield case, ring, Throttle(inner, gbs, us)
+                yield case, ring, throttle
 
 
 def set_up(args: argparse.Namespace) -> torch.device:
@@ -95,8 +95,8 @@ def length_rows(
 ) -> Iterator[list[Row]]:
     """The rows of a length, case by case."""
     size, index = dist.get_world_size(), pattern_index(problem, args.pattern)
-    throttles = [(gbs, args.outer_us) for gbs in args.outer_gbs]
-    for case, ring, throttle in runs(size, args.inner, throttles, args.dense):
+    slow = SlowLinks(tuple(args.outer_gbs), args.outer_us, tuple(args.outer_by))
+    for case, ring, throttle in runs(size, args.inner, slow, args.dense):
         if args.cases is None or case.name in args.cases:
             yield real_rows(problem, case, ring, groups(ring), index, replace(conditions, throttle=throttle))
     if args.peer and not args.pretend_hosts:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.problems import Problem
 from benchmarks.ring.cases import Row, pattern_index
 from benchmarks.ring.prediction import gathered_rows, ring_rows
 from benchmarks.ring.run_ranks import runs
+from benchmarks.ring.throttle import SlowLinks
 from megatron_mtraining.simulator.timeline import Ring
 
 FEW = ("striped, hierarchical", "striped, flat", "zigzag, hierarchical", "zigzag, flat", "striped", "ours, one rank")
@@ -27,6 +28,7 @@ SERIES = {
 """Cases that are one way to attend, on one rank and on more."""
 
 Values = dict[str, Any]
+NONE = SlowLinks()
 
 
 def lengths(size: int, constant_global: list[int], constant_local: list[int]) -> list[int]:
@@ -42,7 +44,7 @@ class Start:
         size: ranks.
         seq_lens: global lengths.
         inner: numbers of ranks a node.
-        outer_gbs, outer_us: artificial slow links.
+        slow: artificial slow links.
         few: a few cases alone, without dense attention of any kind.
         connections: ``CUDA_DEVICE_MAX_CONNECTIONS``; ``None``: as it is.
     """
@@ -50,8 +52,7 @@ class Start:
     size: int
     seq_lens: tuple[int, ...]
     inner: tuple[int, ...]
-    outer_gbs: tuple[float, ...] = ()
-    outer_us: float = 0.0
+    slow: SlowLinks = NONE
     few: bool = False
     connections: int | None = None
 
@@ -62,20 +63,18 @@ class Start:
 
     def words(self) -> list[str]:
         """Its options."""
-        found = ["--seq-lens", *map(str, self.seq_lens), "--inner", *map(str, self.inner)]
-        if self.outer_gbs:
-            found += ["--outer-gbs", *map(str, self.outer_gbs), "--outer-us", str(self.outer_us)]
+        found = ["--seq-lens", *map(str, self.seq_lens), "--inner", *map(str, self.inner), *self.slow.words()]
         return found + (["--no-peer", "--cases", *FEW] if self.few else ["--dense"])
 
     def predicted(self, heads: tuple[int, int, int], pattern: str) -> Iterator[Row]:
         """What the simulator says of all that it runs; of a few cases over slow links alone: connections are nothing to it, and
         over the links as they are they belong to another start.
         """
-        throttles = [(gbs, self.outer_us) for gbs in self.outer_gbs]
+        slow = replace(self.slow, ways=("copies",))  # how exchanges are held back is nothing to it either
         for seq_len in self.seq_lens:
             problem = Problem(seq_len, *heads, device="cpu")
             index = pattern_index(problem, pattern)
-            for case, ring, throttle in runs(self.size, list(self.inner), throttles, not self.few):
+            for case, ring, throttle in runs(self.size, list(self.inner), slow, not self.few):
                 if not self.few or (throttle is not None and case.name in FEW):
                     yield from ring_rows(problem, case, ring, index, throttle)
             if not self.few:
@@ -84,10 +83,10 @@ class Start:
 
 def starts(
     sizes: list[int], constant_global: list[int], constant_local: list[int], connections: list[int],
-    slow: tuple[list[float], float],
+    slow: SlowLinks,
 ) -> list[Start]:  # fmt: skip
-    """All starts: every size; at the largest once more for each number of connections, at the most of them with the slow links
-    ``(GB/s, us)``: a delay must not stand in the way of other streams. Four and more ranks run in nodes of half of them, too.
+    """All starts: every size; at the largest once more for each number of connections, at the most of them with the slow
+    links: a delay must not stand in the way of other streams. Four and more ranks run in nodes of half of them, too.
     """
     found = []
     for size in sizes:
@@ -97,8 +96,7 @@ def starts(
     if most > 1:
         node = most // 2 if most % 2 == 0 else 1
         for number in sorted(connections, reverse=True):
-            gbs, us = slow if number == max(connections) else ([], 0.0)
-            found.append(Start(most, long, (node,), tuple(gbs), us, True, number))
+            found.append(Start(most, long, (node,), slow if number == max(connections) else NONE, True, number))
     return found
 
 

@@ -7,7 +7,7 @@ over the real one. It takes the place of the ring's exchange through :func:`mega
     with profile_ring(ThrottledProfile(Throttle(node_size=2, gbs=40))) as profile:
         out = mtraining_attention(...)
 
-On CUDA the delay is a kernel that does nothing, on a stream of the channel's own, and NCCL's stream waits for it; the compute
+On CUDA the delay (``benchmarks.ring.delays``) is on a stream of the channel's own, and NCCL's stream waits for it; the compute
 stream does not. On the CPU an exchange counts as arrived no sooner than its delay after it was posted. Sender and receiver hold
 back the same exchange by the same time. Each channel has its link to itself, as in the simulator.
 """
@@ -21,13 +21,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from benchmarks.ring.delays import WAYS, Delay
 from megatron_mtraining.comm import Exchange, GroupExchange, Message
 from megatron_mtraining.launches import Launch
 from megatron_mtraining.ring_profile import CallProfile, RingProfile
 from megatron_mtraining.schedule import Channel
 from megatron_mtraining.simulator import Link
-
-CALIBRATION_CYCLES = 20_000_000
 
 
 @dataclass(frozen=True)
@@ -38,23 +37,27 @@ class Throttle:
         node_size: adjacent ranks of a node.
         gbs: its bandwidth each way in GB/s (10^9 bytes), one link for a rank and channel.
         us: its latency in microseconds.
+        way: what holds an exchange back on CUDA, see :data:`benchmarks.ring.delays.WAYS`.
 
     Raises:
-        ValueError: for a bandwidth that is not positive or a negative latency.
+        ValueError: for a bandwidth that is not positive, a negative latency, or an unknown way.
     """
 
     node_size: int
     gbs: float
     us: float = 0.0
+    way: str = "copies"
 
     def __post_init__(self) -> None:
         if not self.gbs > 0 or not self.us >= 0:
             raise ValueError(f"gbs={self.gbs}, us={self.us}: the bandwidth must be positive, the latency at least 0")
+        if self.way not in WAYS:
+            raise ValueError(f"way={self.way!r}: must be one of {', '.join(WAYS)}")
 
     @property
     def label(self) -> str:
         """What rows say of it."""
-        return f"artificial, {self.gbs:g} GB/s + {self.us:g} us"
+        return f"artificial, {self.gbs:g} GB/s + {self.us:g} us" + (", by a kernel" if self.way == "kernel" else "")
 
     def link(self, real: Link) -> Link:
         """What an exchange goes through: the delay, then the link that is there."""
@@ -71,15 +74,27 @@ class Throttle:
         return self.us / 1e6 + max(out, back) / (self.gbs * 1e9) if out or back else 0.0
 
 
-def cycles_per_second(device: torch.device) -> float:
-    """Of the waiting kernel's clock, now: the card changes it with its load."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize(device)
-    start.record()
-    torch.cuda._sleep(CALIBRATION_CYCLES)
-    end.record()
-    end.synchronize()
-    return CALIBRATION_CYCLES / (start.elapsed_time(end) / 1e3)
+@dataclass(frozen=True)
+class SlowLinks:
+    """The slow links of a run, one after another; none by default.
+
+    Attributes:
+        gbs, us, ways: see :class:`Throttle`.
+    """
+
+    gbs: tuple[float, ...] = ()
+    us: float = 0.0
+    ways: tuple[str, ...] = ("copies",)
+
+    def throttles(self, node_size: int) -> list[Throttle]:
+        """Every link, between nodes of so many ranks."""
+        return [Throttle(node_size, gbs, self.us, way) for way in self.ways for gbs in self.gbs]
+
+    def words(self) -> list[str]:
+        """As options of ``benchmarks.bench_ring``."""
+        if not self.gbs:
+            return []
+        return ["--outer-gbs", *map(str, self.gbs), "--outer-us", str(self.us), "--outer-by", *self.ways]
 
 
 class Delayed(list[dist.Work]):
@@ -94,15 +109,15 @@ class ThrottledExchange(GroupExchange):
     Args:
         plain: the exchange of the product.
         throttle: the slow link.
-        rate: :func:`cycles_per_second` of the device; not needed on the CPU.
+        delay: holds back a stream; not needed on the CPU.
         streams: streams of the channels, made as they are needed and shared by the passes.
     """
 
     def __init__(
-        self, plain: GroupExchange, throttle: Throttle, rate: float, streams: dict[Channel, torch.cuda.Stream]
+        self, plain: GroupExchange, throttle: Throttle, delay: Delay | None, streams: dict[Channel, torch.cuda.Stream]
     ) -> None:
         super().__init__(plain.groups)
-        self.throttle, self.rate, self.streams = throttle, rate, streams
+        self.throttle, self.delay, self.streams = throttle, delay, streams
 
     def post(self, messages: Sequence[Message]) -> list[dist.Work]:
         """Starts an exchange, behind its delay."""
@@ -120,7 +135,8 @@ class ThrottledExchange(GroupExchange):
         stream = self.streams[channel]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(round(seconds * self.rate))
+            assert self.delay is not None
+            self.delay(seconds, channel)
             return super().post(messages)
 
     def wait(self, handle: list[dist.Work]) -> None:
@@ -136,8 +152,7 @@ class ThrottledProfile(RingProfile):
     def __init__(self, throttle: Throttle) -> None:
         super().__init__()
         self.throttle = throttle
-        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-        self._rate = cycles_per_second(device) if device.type == "cuda" else 0.0
+        self._delay = Delay(throttle.way) if torch.cuda.is_available() else None
         self._streams: dict[Channel, torch.cuda.Stream] = {}
 
     def start(
@@ -145,5 +160,5 @@ class ThrottledProfile(RingProfile):
     ) -> CallProfile | None:
         """Begins a pass, with the throttled exchange in the place of the product's."""
         if isinstance(exchange, GroupExchange):
-            exchange = ThrottledExchange(exchange, self.throttle, self._rate, self._streams)
+            exchange = ThrottledExchange(exchange, self.throttle, self._delay, self._streams)
         return super().start(phase, cp_rank, launches, device, exchange)

@@ -293,8 +293,8 @@ def join(options: argparse.Namespace) -> None:
     dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world)
 
 
-def main() -> None:
-    """Runs the cases and writes their outcome."""
+def arguments(words: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rank", type=int)
     parser.add_argument("world", type=int)
@@ -302,7 +302,12 @@ def main() -> None:
     parser.add_argument("report")
     parser.add_argument("cases", nargs="*", help="default: all")
     parser.add_argument("--pretend-hosts", type=int, default=0, help="hosts that NCCL is to take the ranks for")
-    options = parser.parse_args()
+    return parser.parse_intermixed_args(words)  # the cases may stand behind an option
+
+
+def main() -> None:
+    """Runs the cases and writes their outcome."""
+    options = arguments()
     torch.set_num_threads(1)
     join(options)
     with Path(f"{options.report}.{options.rank}").open("w") as file:

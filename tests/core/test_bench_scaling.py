@@ -24,7 +24,7 @@ from benchmarks.ring.real_rows import checked_rows, slow_exchange_ms, timed_rows
 from benchmarks.ring.run_ranks import real_cases, runs, throttled_cases
 from benchmarks.ring.scaling import Start, starts, table
 from benchmarks.ring.simulated import dense_rates
-from benchmarks.ring.throttle import Throttle
+from benchmarks.ring.throttle import SlowLinks, Throttle
 from megatron_mtraining.schedule import Channel, Transfer
 from megatron_mtraining.simulator import H200_LINKS, Link
 from megatron_mtraining.simulator.timeline import Ring
@@ -49,9 +49,14 @@ def test_a_throttle_holds_back_what_crosses_a_nodes_border() -> None:
     assert throttle.link(Link(1e-6, 2e9)) == Link(pytest.approx(11e-6), pytest.approx(1e9))
     assert throttle.label.startswith("artificial, 2 GB/s + 10 us")
     assert bandwidth({"links": throttle.label}) == 2.0 and bandwidth({"links": "as it is"}) is None
-    for wrong in ({"gbs": 0.0}, {"gbs": 1.0, "us": -1.0}, {"gbs": float("nan")}):
-        with pytest.raises(ValueError, match="must be positive"):
+    for wrong in ({"gbs": 0.0}, {"gbs": 1.0, "us": -1.0}, {"gbs": float("nan")}, {"gbs": 1.0, "way": "hope"}):
+        with pytest.raises(ValueError, match="must be (positive|one of copies, kernel)"):
             Throttle(2, **wrong)
+    both = SlowLinks((2.0, 1.0), 10.0, ("copies", "kernel")).throttles(4)
+    assert [(t.node_size, t.gbs, t.way) for t in both] == [
+        (4, 2.0, "copies"), (4, 1.0, "copies"), (4, 2.0, "kernel"), (4, 1.0, "kernel"),
+    ]  # fmt: skip
+    assert both[2].label == "artificial, 2 GB/s + 10 us, by a kernel"
 
 
 def _ranks_worker(rank: int, folder: str) -> None:
@@ -155,7 +160,7 @@ def test_what_is_run_on_so_many_ranks() -> None:
     assert names["striped, flat"] == Ring(4, 4, 2) and names["striped, hierarchical"] == Ring(4, 2, 2)
     assert {"striped, rotated, hierarchical", "zigzag, hierarchical", "dense, striped", "dense, zigzag"} < set(names)
     assert throttled_cases(4, 4) == []
-    found = [(case.name, throttle) for case, _, throttle in runs(4, [4, 2], [(40.0, 5.0)], False) if throttle]
+    found = [(case.name, throttle) for case, _, throttle in runs(4, [4, 2], SlowLinks((40.0,), 5.0), False) if throttle]
     assert {name for name, _ in found} == {
         "striped, hierarchical",
         "striped, flat",
@@ -166,14 +171,16 @@ def test_what_is_run_on_so_many_ranks() -> None:
 
 
 def test_starts_of_a_scaling_run() -> None:
-    found = starts([1, 2, 4], [512], [256], [1, 32, 8], ([10.0], 50.0))
+    slow = SlowLinks((10.0,), 50.0, ("copies", "kernel"))
+    found = starts([1, 2, 4], [512], [256], [1, 32, 8], slow)
     assert found[:3] == [Start(1, (256, 512), (1,)), Start(2, (512,), (2,)), Start(4, (512, 1024), (4, 2))]
-    assert [(start.connections, start.outer_gbs, start.inner) for start in found[3:]] == [
-        (32, (10.0,), (2,)), (8, (), (2,)), (1, (), (2,)),
+    assert [(start.connections, start.slow, start.inner) for start in found[3:]] == [
+        (32, slow, (2,)), (8, SlowLinks(), (2,)), (1, SlowLinks(), (2,)),
     ]  # fmt: skip
     words = found[3].words()
-    assert words[words.index("--outer-gbs") + 1] == "10.0" and "--no-peer" in words and "--dense" not in words
-    assert starts([1], [512], [], [1], ([10.0], 0.0)) == [Start(1, (512,), (1,))]
+    assert " --outer-gbs 10.0 --outer-us 50.0 --outer-by copies kernel " in " ".join(words)
+    assert "--no-peer" in words and "--dense" not in words
+    assert starts([1], [512], [], [1], slow) == [Start(1, (512,), (1,))]
     assert len({start.name for start in found}) == len(found)
 
 
@@ -215,7 +222,7 @@ def start(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_scaling_run_on_the_cpu(tmp_path: Path) -> None:
     """One and two gloo ranks, and two over a slow link: all starts, one table, one picture."""
-    words = "--device cpu --sizes 1 2 --global 1024 --local 512 --repeats 1 --connections 32 --outer-gbs 0.05"
+    words = "--device cpu --sizes 1 2 --global 1024 --local 512 --repeats 1 --connections 32 --outer-gbs 0.05 --outer-by copies"
     done = start(tmp_path, *words.split())
     assert done.returncode == 0, done.stdout + done.stderr
     [results], [picture] = tmp_path.glob("scaling-*-2-cpus.json"), tmp_path.glob("scaling-*-2-cpus.png")
@@ -229,6 +236,8 @@ def test_a_scaling_run_on_the_cpu(tmp_path: Path) -> None:
     assert all(r["slow_exchange_ms"] >= 0.05 + chunk / 0.05e9 * 1e3 and r["connections"] == "32" for r in slow)
     assert all(r["inner_mib"] == 0 and r["outer_mib"] == pytest.approx(chunk / 2**20, abs=1e-3) for r in slow)
     assert picture.stat().st_size > 10_000
+    again = start(tmp_path, *words.split(), "--resume")  # takes what has ended
+    assert again.returncode == 0 and json.loads(results.read_text())["rows"] == rows
 
 
 def test_a_predicted_scaling_run(tmp_path: Path) -> None:

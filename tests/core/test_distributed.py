@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from .distributed_worker import CASES
+from .distributed_worker import CASES, arguments
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 480
@@ -81,6 +81,12 @@ def require_gpus(place: Place) -> None:
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 4, pytest.param(8, marks=pytest.mark.full)])
 def test_ranks(outcomes: dict[Place, list[dict[str, str]]], world: int, name: str) -> None:
     check(outcomes, (world, 0), name)
+
+
+def test_the_worker_takes_cases_behind_its_option() -> None:
+    options = arguments("1 4 store report --pretend-hosts 2 flat documents".split())
+    assert (options.rank, options.world, options.pretend_hosts, options.cases) == (1, 4, 2, ["flat", "documents"])
+    assert arguments("1 4 store report".split()).cases == []
 
 
 @pytest.mark.gpu
