@@ -145,10 +145,26 @@ def virtual_rows(problem: Problem, args: argparse.Namespace, node: tuple[int, in
 
 def positive(text: str) -> float:
     """A positive number of the command line."""
-    value = float(text)
+    value = number(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text}: must be a positive number")
     return value
+
+
+def microseconds(text: str) -> float:
+    """A latency of the command line."""
+    value = number(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: must be a number of at least 0")
+    return value
+
+
+def number(text: str) -> float:
+    """A number of the command line; not a number if it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def add_real(parser: argparse.ArgumentParser) -> None:
@@ -165,9 +181,9 @@ def add_real(parser: argparse.ArgumentParser) -> None:
         metavar="GB/s",
         help="once more for each, with an artificial slow link of this bandwidth between nodes",
     )
-    group.add_argument("--outer-us", type=float, default=0.0, help="latency of that link in microseconds (0)")
+    group.add_argument("--outer-us", type=microseconds, default=0.0, help="latency of that link in microseconds (0)")
     group.add_argument(
-        "--outer-by", nargs="+", choices=WAYS, default=["copies"], help="what holds exchanges back there"
+        "--outer-by", nargs="+", choices=WAYS, default=[], help="what holds exchanges back there (copies)"
     )
     group.add_argument(
         "--pretend-hosts",
@@ -221,8 +237,16 @@ def arguments() -> argparse.Namespace:
         parser.error("--pairs: needs --virtual")
     if args.out is None and not args.pairs:
         parser.error("--out: needed but with --pairs")
+    if args.out is not None:
+        check_folder(parser, args.out)
     check_run(parser, args)
     return args
+
+
+def check_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
+    """Ends the program with one line if there is a file where the results' folder should be."""
+    if folder.exists() and not folder.is_dir():
+        parser.error(f"--out {folder}: must be a folder, is a file")
 
 
 def check_run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -243,26 +267,33 @@ def check_run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None
 
 def check_real(parser: argparse.ArgumentParser, args: argparse.Namespace, size: int) -> None:
     """The same for the options of real ranks."""
-    given = [name for name in ("inner", "outer_gbs", "outer_us", "pretend_hosts") if getattr(args, name)]
+    given = [name for name in ("inner", "outer_gbs", "outer_us", "outer_by", "pretend_hosts") if getattr(args, name)]
     if args.virtual and given:
         parser.error(f"--{given[0].replace('_', '-')}: of real ranks, not of --virtual")
     for inner in args.inner:
         if inner < 1 or size % inner:
             parser.error(f"--inner {inner}: must divide the {size} ranks")
+    if len(set(args.inner)) < len(args.inner):
+        parser.error(f"--inner {' '.join(map(str, args.inner))}: must be different")
     args.inner = args.inner or [size]
-    if not args.outer_us >= 0:
-        parser.error(f"--outer-us {args.outer_us}: must be at least 0")
-    if args.outer_us and not args.outer_gbs:
-        parser.error("--outer-us: needs --outer-gbs")
+    for name in ("outer_us", "outer_by"):
+        if getattr(args, name) and not args.outer_gbs:
+            parser.error(f"--{name.replace('_', '-')}: needs --outer-gbs")
+    args.outer_by = args.outer_by or ["copies"]
     if args.outer_gbs and all(inner == size for inner in args.inner):
         parser.error(f"--outer-gbs: needs an --inner below the {size} ranks, whose nodes it lies between")
     if args.pretend_hosts and (args.device == "cpu" or args.outer_gbs):
         parser.error("--pretend-hosts: for GPUs, without --outer-gbs: such runs have no times")
-    if args.pretend_hosts and torch.cuda.is_available():
+    if args.virtual or args.device == "cpu" or not torch.cuda.is_available():
+        return
+    here, there = int(os.environ.get("LOCAL_WORLD_SIZE", size)), torch.cuda.device_count()
+    if args.pretend_hosts:
         try:
-            hosts.local_size(size, args.pretend_hosts, torch.cuda.device_count())
+            hosts.local_size(size, args.pretend_hosts, there)
         except ValueError as error:
-            parser.error(f"--pretend-hosts: {error}")
+            parser.error(f"--pretend-hosts {args.pretend_hosts}: {error}")
+    elif here > there:
+        parser.error(f"--nproc-per-node {here}: there are {there} GPUs; --pretend-hosts lets ranks share them")
 
 
 def main() -> None:

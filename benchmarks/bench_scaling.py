@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -24,13 +26,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.bench_ring import heads_of, positive
+from benchmarks.bench_ring import check_folder, heads_of, microseconds, positive
 from benchmarks.plot_scaling import draw
 from benchmarks.ring.cases import PATTERNS, Row
 from benchmarks.ring.delays import WAYS
 from benchmarks.ring.output import write
 from benchmarks.ring.scaling import Start, starts, table
 from benchmarks.ring.throttle import SlowLinks
+from megatron_mtraining.config import BLOCK
 
 MODULE = "benchmarks.bench_scaling"
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -38,20 +41,25 @@ PREDICTED = "the simulator's H200 (predicted, nothing was run)"
 
 
 def run(start: Start, args: argparse.Namespace) -> list[Row]:
-    """One start; its rows.
+    """One start; its rows. ``done`` in its folder holds the options that it ended with.
 
     Raises:
-        SystemExit: if it fails or takes longer than ``--timeout``, with where its log is.
+        SystemExit: if it fails or takes longer than ``--timeout``, with where its log is; if ``--resume`` finds one that ended
+            with other options.
     """
     folder = args.out / "starts" / start.name
     done, log = folder / "done", folder / "log.txt"
+    options = [*start.words(), "--pattern", args.pattern, "--device", args.device]
+    options += ["--heads", "/".join(map(str, args.heads)), "--repeats", str(args.repeats)]
     if args.resume and done.exists():
+        before, now = done.read_text(), shlex.join(options)
+        if before != now:
+            raise SystemExit(f"--resume: {folder} was run with {before!r}, not {now!r}; give another --out")
         return rows_in(folder)
     folder.mkdir(parents=True, exist_ok=True)
     done.unlink(missing_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(start.size)]
-    command += ["-m", "benchmarks.bench_ring", *start.words(), "--pattern", args.pattern, "--device", args.device]
-    command += ["--heads", "/".join(map(str, args.heads)), "--repeats", str(args.repeats), "--out", str(folder)]
+    command += ["-m", "benchmarks.bench_ring", *options, "--out", str(folder)]
     variables = {name: value for name, value in os.environ.items() if name != CONNECTIONS}
     if start.connections is not None:
         variables[CONNECTIONS] = str(start.connections)
@@ -64,14 +72,16 @@ def run(start: Start, args: argparse.Namespace) -> list[Row]:
             raise SystemExit(f"{start.name}: not done after {args.timeout:g} s, see {log}") from None
     if ended.returncode:
         raise SystemExit(f"{start.name}: failed, see {log}")
-    done.touch()
+    done.write_text(shlex.join(options))
     return rows_in(folder)
 
 
 def rows_in(folder: Path) -> list[Row]:
     """The rows of a start that has ended."""
-    [found] = folder.glob("ring-*.json")
-    rows: list[Row] = json.loads(found.read_text())["rows"]
+    latest = max(
+        folder.glob("ring-*.json")
+    )  # names end with the date: a run over midnight has two, the later one of all rows
+    rows: list[Row] = json.loads(latest.read_text())["rows"]
     return rows
 
 
@@ -92,7 +102,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--connections", type=int, nargs="*", default=[1, 8, 32])
     parser.add_argument("--outer-gbs", type=positive, nargs="*", default=[40.0, 20.0, 10.0, 5.0])
-    parser.add_argument("--outer-us", type=float, default=50.0)
+    parser.add_argument("--outer-us", type=microseconds, default=50.0)
     parser.add_argument("--outer-by", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--heads", type=heads_of, default=(16, 2, 128), help="heads/kv_heads/head_dim (16/2/128)")
     parser.add_argument("--pattern", choices=PATTERNS, default="bands")
@@ -102,21 +112,39 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--resume", action="store_true", help="take what --out has of starts that ended, run the others"
     )
-    parser.add_argument("--timeout", type=float, default=600, help="seconds of one start")
+    parser.add_argument("--timeout", type=positive, default=600.0, help="seconds of one start")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     args = parser.parse_args()
+    check(parser, args)
+    return args
+
+
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Ends the program with one line, before anything is started, if options do not fit; ``--sizes`` gets its default."""
     there = torch.cuda.device_count()
     if args.sizes is None:
         if not there:
             parser.error("--sizes: needed where there is no GPU")
         args.sizes = [1 << power for power in range(there.bit_length())]
     if min(args.sizes) < 1 or len(set(args.sizes)) < len(args.sizes):
-        parser.error(f"--sizes {args.sizes}: must be different, at least 1")
+        parser.error(f"--sizes {' '.join(map(str, args.sizes))}: must be different, at least 1")
     if not args.predict and args.device == "cuda" and max(args.sizes) > there:
         parser.error(f"--sizes {max(args.sizes)}: there are {there} GPUs; --predict needs none")
     if args.outer_gbs and not args.connections:
         parser.error("--outer-gbs: needs --connections, the largest of which it is run with")
-    return args
+    if not all(1 <= number <= 32 for number in args.connections) or len(set(args.connections)) < len(args.connections):
+        parser.error(f"--connections {' '.join(map(str, args.connections))}: must be different, 1 to 32")
+    if args.repeats < 1:
+        parser.error(f"--repeats {args.repeats}: must be at least 1")
+    unit = 2 * BLOCK  # two zigzag chunks a rank
+    for option, given, of in (
+        ("--global", args.constant_global, unit * math.lcm(*args.sizes)),
+        ("--local", args.constant_local, unit),
+    ):
+        for length in given:
+            if length < 1 or length % of:
+                parser.error(f"{option} {length}: must be a multiple of {of}, two chunks of {BLOCK} tokens a rank")
+    check_folder(parser, args.out)
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ kernel that counts on all multiprocessors is held up by it: the difference betwe
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -39,9 +40,8 @@ def copy_bytes(count: int, channel: Channel, device: int) -> None:
         target[part].copy_(source[part], non_blocking=True)
 
 
-def _seconds(run: object, device: int) -> float:
+def _seconds(run: Callable[[], object], device: int) -> float:
     """Median device time of a call."""
-    assert callable(run)
     times = []
     for _ in range(REPEATS + 1):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -13,7 +13,7 @@ from benchmarks.ring.run_ranks import runs
 from benchmarks.ring.throttle import SlowLinks
 from megatron_mtraining.simulator.timeline import Ring
 
-FEW = ("striped, hierarchical", "striped, flat", "zigzag, hierarchical", "zigzag, flat", "striped", "ours, one rank")
+FEW = ("striped, hierarchical", "striped, flat", "zigzag, hierarchical", "zigzag, flat")
 """Cases that are run once more for numbers of connections and over slow links."""
 
 SERIES = {

@@ -238,6 +238,9 @@ def test_a_scaling_run_on_the_cpu(tmp_path: Path) -> None:
     assert picture.stat().st_size > 10_000
     again = start(tmp_path, *words.split(), "--resume")  # takes what has ended
     assert again.returncode == 0 and json.loads(results.read_text())["rows"] == rows
+    other = start(tmp_path, *words.replace("--repeats 1", "--repeats 2").split(), "--resume")
+    [told] = other.stderr.splitlines()
+    assert other.returncode == 1 and told.startswith("--resume: ") and "--repeats 1" in told and "--repeats 2" in told
 
 
 def test_a_predicted_scaling_run(tmp_path: Path) -> None:
@@ -261,10 +264,23 @@ def test_a_predicted_scaling_run(tmp_path: Path) -> None:
         (bench_ring, "--seq-lens 4096 --inner 3", "--inner 3: must divide the 4 ranks"),
         (bench_ring, "--seq-lens 4096 --outer-gbs 0", "argument --outer-gbs: 0: must be a positive number"),
         (bench_ring, "--seq-lens 4096 --outer-gbs 10", "--outer-gbs: needs an --inner below the 4 ranks"),
+        (bench_ring, "--seq-lens 4096 --outer-gbs ten", "argument --outer-gbs: ten: must be a positive number"),
+        (bench_ring, "--seq-lens 4096 --outer-us nan", "argument --outer-us: nan: must be a number of at least 0"),
         (bench_ring, "--seq-lens 4096 --inner 2 --outer-us 5", "--outer-us: needs --outer-gbs"),
+        (bench_ring, "--seq-lens 4096 --inner 2 --outer-by kernel", "--outer-by: needs --outer-gbs"),
+        (bench_ring, "--seq-lens 4096 --inner 2 2", "--inner 2 2: must be different"),
+        (bench_ring, f"--seq-lens 4096 --out {__file__}", f"--out {__file__}: must be a folder, is a file"),
         (bench_ring, "--seq-lens 4096 --pretend-hosts 2 --device cpu", "--pretend-hosts: for GPUs"),
         (bench_ring, "--virtual 2x2 --seq-lens 4096 --inner 2", "--inner: of real ranks, not of --virtual"),
-        (bench_scaling, "--sizes 2 2 --predict", "--sizes [2, 2]: must be different"),
+        (bench_scaling, "--sizes 2 2 --predict", "--sizes 2 2: must be different"),
+        (bench_scaling, "--sizes 1 3 --predict", "--global 262144: must be a multiple of 384, two chunks"),
+        (bench_scaling, "--sizes 2 --predict --local -128", "--local -128: must be a multiple of 128, two chunks"),
+        (bench_scaling, "--sizes 2 --predict --outer-us -5", "argument --outer-us: -5: must be a number of at least 0"),
+        (bench_scaling, "--sizes 2 --predict --connections 8 8", "--connections 8 8: must be different, 1 to 32"),
+        (bench_scaling, "--sizes 2 --predict --connections 64", "--connections 64: must be different, 1 to 32"),
+        (bench_scaling, "--sizes 2 --predict --repeats 0", "--repeats 0: must be at least 1"),
+        (bench_scaling, "--sizes 2 --predict --timeout 0", "argument --timeout: 0: must be a positive number"),
+        (bench_scaling, f"--sizes 2 --predict --out {__file__}", f"--out {__file__}: must be a folder, is a file"),
         (bench_scaling, "--sizes 64", "--sizes 64: there are"),
         (bench_scaling, "--sizes 2 --predict --connections", "--outer-gbs: needs --connections"),
     ],
@@ -277,9 +293,30 @@ def test_wrong_options_end_in_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setattr(sys, "argv", ["benchmark", *words.split(), "--out", "x"])
+    monkeypatch.setattr(sys, "argv", ["benchmark", "--out", "x", *words.split()])
     with pytest.raises(SystemExit):
         module.main()
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "--nproc-per-node 4: there are 2 GPUs; --pretend-hosts lets ranks share them"),
+        ("--pretend-hosts 3", "--pretend-hosts 3: 3 pretended hosts: must be at least 2 and divide the 4 ranks"),
+        ("--pretend-hosts -1", "--pretend-hosts -1: -1 pretended hosts: must be at least 2"),
+    ],
+)
+def test_more_ranks_than_gpus_end_in_one_line(
+    words: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(sys, "argv", ["benchmark", "--seq-lens", "4096", "--out", "x", *words.split()])
+    with pytest.raises(SystemExit):
+        bench_ring.main()
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
@@ -292,7 +329,9 @@ esac
 """A Python that notes what it is asked to run."""
 
 
-@pytest.mark.parametrize(("gpus", "fails", "told"), [(2, "none", ""), (4, "none", ""), (2, "pytest", "failed: suite")])
+@pytest.mark.parametrize(
+    ("gpus", "fails", "told"), [(1, "none", ""), (2, "none", ""), (4, "none", ""), (2, "pytest", "failed: suite")]
+)
 def test_the_ring_task_of_the_gpu_script(tmp_path: Path, gpus: int, fails: str, told: str) -> None:
     """The suite, the benchmark and, on two GPUs, pretended hosts; a failure stops nothing and is told."""
     for folder in ("tools", "megatron_mtraining/lib", "out"):
@@ -311,4 +350,4 @@ def test_the_ring_task_of_the_gpu_script(tmp_path: Path, gpus: int, fails: str, 
     calls = (tmp_path / "out" / "calls").read_text().splitlines()
     assert "-m gpu" in calls[0] and calls[0].endswith("tests/core/test_distributed.py")
     assert calls[1] == f"-m benchmarks.bench_scaling --out {out} --repeats 3"
-    assert ["--pretend-hosts 2" in call for call in calls[2:]] == [True] * (gpus < 4)
+    assert ["--pretend-hosts 2" in call for call in calls[2:]] == [True] * (gpus == 2)
