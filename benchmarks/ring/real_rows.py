@@ -91,7 +91,9 @@ def timed_rows(rank: RealRank, passes: int) -> list[Row]:
 
 
 def checked_rows(rank: RealRank) -> list[Row]:
-    """Rows of a case without times: bytes sent, those that the plan asks for, and whether the bits are right."""
+    """Rows of a case without times: bytes that this rank sent, those that the plan asks for, whether every rank sent these, and
+    whether the bits are right.
+    """
     passes = rank.profiled()
     equal = rank.bits_equal()
     common = common_columns(rank.problem, rank.case, rank.ring, rank.index, rank.layout) | rank.conditions.columns()
@@ -101,7 +103,9 @@ def checked_rows(rank: RealRank) -> list[Row]:
         plan = rank.ring.plan(backward, rank.case.launched(rank.ring, rank.layout.local_seq_len, backward))
         shape = shape_of(rank.problem)
         planned = planned_traffic(plan, shape.chunk_bytes(size), shape.chunk_bytes(size, 4))
-        columns = sent(times).columns() | planned.columns("planned_") | {"bits_equal_one_process": equal}
+        columns = sent(times).columns() | planned.columns("planned_")
+        columns["every_rank_as_planned"] = all(everyone(sent(times).columns() == planned.columns()))
+        columns["bits_equal_one_process"] = equal
         rows.append(common | {"pass": times.phase} | columns)
     return rows
 

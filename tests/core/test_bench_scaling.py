@@ -82,6 +82,7 @@ def _ranks_worker(rank: int, folder: str) -> None:
         assert [row["pass"] for row in rows] == ["forward", "backward"]
         for row in rows:
             assert row["bits_equal_one_process"] is True and row["hosts"] == hosts.label(2)
+            assert row["every_rank_as_planned"] is True
             assert not [name for name in row if name.endswith("ms") or name == "tflops"], row
             assert row["inner_mib"] == row["planned_inner_mib"] > 0
             assert row["outer_mib"] == row["planned_outer_mib"] and (row["outer_mib"] > 0) == case.hierarchical
