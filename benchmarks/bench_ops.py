@@ -35,6 +35,7 @@ class Bench:
         self.results, self.kernels = results, kernels
         self.wanted = impls
         self.dense_peers, self.slash_peers = list(peers.dense()), list(peers.slash())
+        self.sparse_peers = list(peers.sparse())
         self.held: tuple[tuple[int, ...], tuple[Tensor, ...]] | None = None
         self.held_index: tuple[Problem, VerticalSlashIndex] | None = None
 
@@ -51,6 +52,9 @@ class Bench:
             # Whole blocks of 128 and no columns: an easier problem.
             lists = BlockLists.of(self.index_of(problem))
             self.peer(problem, impl, peers.slash()[impl](lists), lists.pairs)
+        elif task.what == "sparse":
+            index = self.index_of(problem)
+            self.peer(problem, impl, peers.sparse()[impl](index), float(index.pairs().sum()))
         elif task.what == "ours":
             self.ours(problem, impl)
         elif task.what == "share":
