@@ -21,6 +21,7 @@ STYLES = {
     "mtraining-sm80": ("this package, sm80", "C1", "s-"),
     "flash-attention-4-slash-128": ("FlashAttention-4, slash blocks alone (128)", "C2", "^-"),
     "flex-slash-128": ("FlexAttention, slash blocks alone (128)", "C3", "v-"),
+    "minference-triton": ("the authors' Triton kernel, same mask", "C7", "D-"),
     "cudnn": ("cuDNN, dense", "C4", "*"),
     "flash-attention-4": ("FlashAttention-4, dense", "C5", "P"),
     "flash-attention-2": ("FlashAttention-2, dense", "C6", "X"),
