@@ -30,7 +30,11 @@ STYLES = {
 
 def points(rows: list[dict[str, Any]], impl: str, kind: str) -> list[tuple[float, float]]:
     """(density in percent, TFLOP/s) of one implementation, by density."""
-    return sorted((100 * r["density"], r["tflops"]) for r in rows if r["impl"] == impl and r["pass"] == kind)
+    return sorted(
+        (100 * r["density"], r["tflops"])
+        for r in rows
+        if r["impl"] == impl and r["pass"] == kind and r["launch"] != "in turn"
+    )
 
 
 def shapes(rows: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
