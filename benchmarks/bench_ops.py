@@ -23,7 +23,7 @@ from benchmarks import ours, peers
 from benchmarks.plan import BACKWARD, FORWARD, LONGEST, Repeats, Task, plan, seconds_of
 from benchmarks.problems import BlockLists, Problem
 from benchmarks.rows import Results
-from benchmarks.timing import Measured, captured, matmul_tflops, measure
+from benchmarks.timing import Measured, captured, matmul_tflops, measure, measure_in_turn
 from megatron_mtraining import Layout, VerticalSlashIndex
 from megatron_mtraining.ops import native
 
@@ -35,6 +35,7 @@ class Bench:
         self.results, self.kernels = results, kernels
         self.wanted = impls
         self.dense_peers, self.slash_peers = list(peers.dense()), list(peers.slash())
+        self.sparse_peers = list(peers.sparse())
         self.held: tuple[tuple[int, ...], tuple[Tensor, ...]] | None = None
         self.held_index: tuple[Problem, VerticalSlashIndex] | None = None
 
@@ -51,6 +52,8 @@ class Bench:
             # Whole blocks of 128 and no columns: an easier problem.
             lists = BlockLists.of(self.index_of(problem))
             self.peer(problem, impl, peers.slash()[impl](lists), lists.pairs)
+        elif task.what == "sparse":
+            self.sparse(problem, impl)
         elif task.what == "ours":
             self.ours(problem, impl)
         elif task.what == "share":
@@ -117,6 +120,20 @@ class Bench:
         if kernel != "sm80" and problem.density is None:  # the general kernels have one mode
             share.deterministic = False
             self.add(problem, f"{impl}-fast", "backward", share.backward, BACKWARD * flops, density)
+
+    def sparse(self, problem: Problem, impl: str) -> None:
+        """Both passes of another implementation on the same mask; the forward passes also in turn with ours."""
+        index = self.index_of(problem)
+        attend, pairs = peers.sparse()[impl](index), float(index.pairs().sum())
+        self.peer(problem, impl, attend, pairs)
+        q, k, v, dout = self.tensors(problem)
+        whole = Layout.striped(problem.seq_len, 1)
+        runs: dict[str, Callable[[], object]] = {impl: peers.Passes(attend, (q, k, v, dout)).forward}
+        for kernel in self.kernels:
+            runs[f"mtraining-{kernel}"] = ours.Share(q, k[None], v[None], dout, index, whole, 0, kernel).forward
+        density, flops = float(index.density()), FORWARD * problem.head_dim * pairs
+        for name, measured in measure_in_turn(runs).items():
+            self.results.add(problem, name, "forward", measured, flops, density, launch="in turn")
 
     def index(self, problem: Problem) -> None:
         """Index estimation of the whole sequence: on an idle device, behind other work, and as a graph."""

@@ -1,4 +1,4 @@
-"""Other implementations of attention, as far as they are installed: dense causal, or slash blocks alone."""
+"""Other implementations of attention, as far as they are there: dense causal, slash blocks alone, or the same mask."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks import minference
 from benchmarks.problems import BlockLists
+from megatron_mtraining import VerticalSlashIndex
 
 Attend = Callable[..., Tensor]
 
@@ -81,3 +83,8 @@ def slash() -> dict[str, Callable[[BlockLists], Attend]]:
 
         found["flash-attention-4-slash-128"] = flash4.slash
     return found
+
+
+def sparse() -> dict[str, Callable[[VerticalSlashIndex], Attend]]:
+    """The implementations of the same mask that are there, each made for a given index."""
+    return {"minference-triton": minference.attention} if minference.root() else {}

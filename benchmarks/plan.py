@@ -15,12 +15,14 @@ FORWARD, BACKWARD = 4, 10
 RATES = {
     "cudnn": (540, 520), "flash-attention-2": (320, 320), "flash-attention-4": (640, 600), "flex-slash-128": (380, 350),
     "flash-attention-4-slash-128": (600, 500), "mtraining-sm90": (480, 380), "mtraining-sm90-fast": (480, 380),
-    "mtraining-sm80": (320, 215),
+    "mtraining-sm80": (320, 215), "minference-triton": (340, 150),
 }  # fmt: skip
 """TFLOP/s (forward, backward) that were measured on an H200: they foretell how long a row takes."""
 
-COMPILING = {"flex-slash-128": 12.0, "flash-attention-4": 1.0, "flash-attention-4-slash-128": 1.0}
-"""Seconds until the first call of an implementation that compiles itself for a shape (FlashAttention-4: with its cache)."""
+COMPILING = {"flex-slash-128": 12.0, "flash-attention-4": 1.0, "flash-attention-4-slash-128": 1.0,
+             "minference-triton": 8.0}  # fmt: skip
+"""Seconds until the first call of an implementation that compiles itself for a shape (FlashAttention-4: with its cache;
+minference-triton: with the two seconds in turn with ours)."""
 
 LONGEST = 6.0
 """Seconds: a pass that takes longer is left out."""
@@ -58,7 +60,7 @@ class Task:
     """One group of measurements of one implementation.
 
     Attributes:
-        what: "dense", "slash", "ours", "index" or "share".
+        what: "dense", "slash", "sparse" (another implementation on the same mask), "ours", "index" or "share".
         impl: name of the implementation.
         problem: shape and density.
         cp_size: of a share.
@@ -98,6 +100,7 @@ class Available(Protocol):
     kernels: list[str]
     dense_peers: list[str]
     slash_peers: list[str]
+    sparse_peers: list[str]
 
     def wants(self, impl: str) -> bool:
         """Whether the user asked for it."""
@@ -141,6 +144,8 @@ def _stage(bench: Available, shape: Problem, stage: str, args: argparse.Namespac
         yield Task("index", "mtraining", shape, 0.0)
     elif stage == "reference":
         yield from (Task("ours", x, reference, pairs(reference)) for x in ours)
+        if short:  # its lists take 8 bytes a pair of blocks
+            yield from (Task("sparse", x, reference, pairs(reference)) for x in bench.sparse_peers)
     elif stage == "densities":
         yield from (Task("ours", x, p, pairs(p)) for p in others for x in ours)
     elif stage == "slash":

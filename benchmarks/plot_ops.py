@@ -21,6 +21,7 @@ STYLES = {
     "mtraining-sm80": ("this package, sm80", "C1", "s-"),
     "flash-attention-4-slash-128": ("FlashAttention-4, slash blocks alone (128)", "C2", "^-"),
     "flex-slash-128": ("FlexAttention, slash blocks alone (128)", "C3", "v-"),
+    "minference-triton": ("the authors' Triton kernel, same mask", "C7", "D-"),
     "cudnn": ("cuDNN, dense", "C4", "*"),
     "flash-attention-4": ("FlashAttention-4, dense", "C5", "P"),
     "flash-attention-2": ("FlashAttention-2, dense", "C6", "X"),
@@ -29,7 +30,11 @@ STYLES = {
 
 def points(rows: list[dict[str, Any]], impl: str, kind: str) -> list[tuple[float, float]]:
     """(density in percent, TFLOP/s) of one implementation, by density."""
-    return sorted((100 * r["density"], r["tflops"]) for r in rows if r["impl"] == impl and r["pass"] == kind)
+    return sorted(
+        (100 * r["density"], r["tflops"])
+        for r in rows
+        if r["impl"] == impl and r["pass"] == kind and r["launch"] != "in turn"
+    )
 
 
 def shapes(rows: list[dict[str, Any]]) -> list[tuple[int, int, int]]:

@@ -125,6 +125,10 @@ class BlockLists:
         """Key blocks of each query block: (diagonal, others), each (count ``[1, heads, blocks]``, blocks ``[..., blocks]``)."""
         return self._split(self.active)
 
+    def of_rows_together(self) -> CountAndIndex:
+        """Key blocks of each query block, the diagonal among them."""
+        return self._compact(self.active)
+
     def of_keys(self) -> tuple[CountAndIndex, CountAndIndex]:
         """Query blocks of each key block, in the same form."""
         return self._split(self.active.transpose(1, 2))

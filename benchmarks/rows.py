@@ -81,7 +81,7 @@ class Results:
     def steps(self) -> list[Row]:
         """Forward, backward and, where an index is needed, its estimation, together, against dense attention."""
         found: list[Row] = []
-        whole = [row for row in self.rows if "cp_size" not in row]
+        whole = [row for row in self.rows if "cp_size" not in row and row["launch"] != "in turn"]
         index = {(r["seq_len"], r["heads"], r["head_dim"]): r for r in whole if r["impl"] == "mtraining-queued"}
         for forward in whole:
             key = (forward["seq_len"], forward["heads"], forward["head_dim"])
@@ -110,8 +110,8 @@ class Results:
             f"# Operators on {head['device']}, {head['date']}\n\n`{head['command']}`, torch {head['torch']}, bf16 matmul "
             f"{head['matmul_tflops']} TFLOP/s in the same run. {head['note']}. TFLOP/s on useful pairs; `of_matmul` of "
             f"that rate; `speed_up` over {DENSE} dense, `of_ideal` its share of 1/density; `launch`: launched from "
-            f"Python one by one on an idle device (plain) or behind other work (queued), or replayed as a CUDA graph "
-            f"(graph); `cp_size`: one rank's share without traffic.\n"
+            f"Python one by one on an idle device (plain) or behind other work (queued), in turn with those of the same "
+            f"name, or replayed as a CUDA graph (graph); `cp_size`: one rank's share without traffic.\n"
         )
         lines = [title, *table(KEYS, self.rows)]
         steps = self.steps()

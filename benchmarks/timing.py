@@ -111,6 +111,24 @@ class Marks:
         return [self._taken[0].elapsed_time(event) for event in self._taken[1:]]  # type: ignore[union-attr]
 
 
+def measure_in_turn(functions: dict[str, Callable[[], object]], seconds: float = 2.0) -> dict[str, Measured]:
+    """Times functions one after another, again and again: all of them on a card as warm as each other makes it.
+
+    Args:
+        functions: each enqueues work on the current stream.
+        seconds: about how long; every function is timed three times at least, each time after a call of its own.
+
+    Returns:
+        The medians. Memory is not looked at.
+    """
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    began = time.perf_counter()
+    while len(next(iter(times.values()))) < 3 or time.perf_counter() - began < seconds:
+        for name, function in functions.items():
+            times[name].append(measure(function, repeats=1).ms)
+    return {name: Measured(statistics.median(found), 0.0) for name, found in times.items()}
+
+
 def captured(function: Callable[[], object]) -> Callable[[], object]:
     """``function`` as a CUDA graph: its kernels without the time to launch them from Python."""
     side = torch.cuda.Stream()

@@ -15,6 +15,7 @@ IMPLEMENTATIONS = {
     "flash-attention-4": "FlashAttention-4, dense",
     "flex-slash-128": "FlexAttention, slash lines of 128-blocks only",
     "flash-attention-4-slash-128": "FlashAttention-4, slash lines of 128-blocks only",
+    "minference-triton": "the authors' Triton kernel, same mask",
     "mtraining-sm90": "**ours, sm_90a**",
     "mtraining-sm90-fast": "ours, sm_90a, not deterministic",
     "mtraining-sm80": "ours, sm_80 kernels on this card",

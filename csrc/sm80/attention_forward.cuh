@@ -24,13 +24,21 @@ struct ForwardConfig {
     static constexpr float kRescale = 8.0f;
 };
 
+// Where the next tile of one operand lies.
+struct alignas(16) NextTile {
+    const char* from;
+    uint32_t stride;  // of rows, in bytes
+    int32_t rows;     // that exist; the others of the tile become zeros
+};
+
 template <typename Config>
 struct ForwardShared {
     alignas(256) unsigned char q[device::Tile<Config::D>::kBytes];
     alignas(256) unsigned char k[device::Tile<Config::D>::kBytes];
     alignas(256) unsigned char v[device::Tile<Config::D>::kBytes];
     QueryList<Config::kWarps> list;
-    TileSource<typename Config::T> k_source[2], v_source[2];  // [1]: columns
+    TileSource<typename Config::T> source[2][2];  // [columns][V]
+    NextTile next[2][2];                          // [slot % 2][V]
 };
 
 template <typename Config>
@@ -74,25 +82,62 @@ struct Forward {
         q.template copy<D, kThreads>(shared.q, Item::encode(place.q_block, 0, false, false), device::kAllRows);
         if (threadIdx.x == 0) {
             const int kv_head = place.head / (p.shape.heads / p.shape.kv_heads);
-            shared.k_source[0].set(p.k, place.batch, kv_head);
-            shared.v_source[0].set(p.v, place.batch, kv_head);
-            shared.k_source[1].set(p.compact_k, place.batch, place.head);
-            shared.v_source[1].set(p.compact_v, place.batch, place.head);
+            shared.source[0][0].set(p.k, place.batch, kv_head);
+            shared.source[0][1].set(p.v, place.batch, kv_head);
+            shared.source[1][0].set(p.compact_k, place.batch, place.head);
+            shared.source[1][1].set(p.compact_v, place.batch, place.head);
         }
     }
 
-    __device__ __forceinline__ void copy_tile(unsigned char* to, const TileSource<T> (&source)[2], int slot) {
-        const uint32_t code = shared.list.code[slot];
-        source[Item::columns(code)].template copy<D, kThreads>(to, code, Item::rows(code, p.shape.columns));
+    // Thread 0 works out where K of a list entry is, thread 1 V (the others the same, for nothing): of what a copy
+    // costs, 64-bit addresses are most.
+    __device__ __forceinline__ void find_tile(int slot, uint32_t code) {
+        const int operand = threadIdx.x % 2;
+        const TileSource<T>& x = shared.source[Item::columns(code)][operand];
+        const int first = Item::index(code) * kBlock;
+        NextTile next;
+        next.from = reinterpret_cast<const char*>(x.data + Item::group(code) * x.group_stride + first * x.row_stride);
+        next.stride = static_cast<uint32_t>(x.row_stride) * 2;
+        next.rows = Item::columns(code) ? p.shape.columns - first : kBlock;
+        if (threadIdx.x < 2) shared.next[slot % 2][operand] = next;
+    }
+
+    // Copies a tile: of every eighth row a thread has 16 bytes, at D = 128 also those 128 bytes further on.
+    __device__ __forceinline__ void copy_tile(unsigned char* tile, const NextTile& next) {
+        const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;
+        const NextTile source = next;
+        const char* from = source.from + static_cast<uint64_t>(source.stride) * row + chunk * 16;
+        const uint32_t to = device::shared_address(tile) + Tile::offset(row, chunk);
+        if (next.rows >= kBlock) {
+            copy_rows<true>(to, from, source.stride, 0);
+        } else {
+            copy_rows<false>(to, from, source.stride, source.rows - row);
+        }
         device::copy_async_commit();
     }
 
-    __device__ __forceinline__ void copy_k(int slot) { copy_tile(shared.k, shared.k_source, slot); }
-    __device__ __forceinline__ void copy_v(int slot) { copy_tile(shared.v, shared.v_source, slot); }
+    // Unless all rows exist, `rows` do from the thread's first one on.
+    template <bool kAll>
+    __device__ __forceinline__ void copy_rows(uint32_t to, const char* from, uint32_t stride, int rows) {
+#pragma unroll
+        for (int n = 0; n < kBlock; n += kThreads / 8)
+#pragma unroll
+            for (int c = 0; c < D; c += 64) {
+                const char* source = from + static_cast<uint64_t>(stride) * n + 2 * c;
+                const uint32_t target = to + n * D * 2 + 2 * c;
+                if constexpr (kAll) {
+                    device::copy_async(target, source);
+                } else {
+                    device::copy_async(target, source, n < rows);
+                }
+            }
+    }
 
-    // scores = Q K^T of this warp's rows
-    __device__ __forceinline__ void score(float (&s)[kM][8][4]) {
-        const uint32_t q = Tile::lane_address(device::shared_address(shared.q), lane);
+    // scores = Q K^T of this warp's rows. find(bits) is called where the first products are on their way.
+    template <typename Find>
+    __device__ __forceinline__ void score(float (&s)[kM][8][4], const Find& find) {
+        // The warp's rows are a multiple of 16, which the swizzle does not see.
+        const uint32_t q = Tile::lane_address(device::shared_address(shared.q), lane) + first_row * D * 2;
         const uint32_t k = Tile::lane_address_b(device::shared_address(shared.k), lane);
         if constexpr (kScoreSteps < D / 16) {
 #pragma unroll
@@ -104,11 +149,12 @@ struct Forward {
         for (int d = 0; d < D / 16; ++d) {
             uint32_t a[kM][4];
 #pragma unroll
-            for (int m = 0; m < kM; ++m) device::load_matrix(a[m], Tile::moved(q, first_row + 16 * m, d));
+            for (int m = 0; m < kM; ++m) device::load_matrix(a[m], Tile::moved(q, 16 * m, d));
 #pragma unroll
             for (int n = 0; n < 4; ++n) {
                 uint32_t b[4];
                 device::load_matrix(b, Tile::moved(k, 16 * n, d));
+                if (d == 1 && n == 0) find(b[0]);
 #pragma unroll
                 for (int m = 0; m < kM; ++m) {
                     if (kScoreSteps == D / 16 && d == 0) {
@@ -123,19 +169,33 @@ struct Forward {
         }
     }
 
-    // The lower triangle of a diagonal tile, the allowed columns of a column tile.
-    __device__ __forceinline__ void apply_mask(float (&s)[kM][8][4], bool diagonal, uint64_t mask) {
+    // The lower triangle of a diagonal tile.
+    __device__ __forceinline__ void mask_triangle(float (&s)[kM][8][4]) {
+        const int last = first_row + lane / 4 - 2 * (lane % 4);
 #pragma unroll
         for (int m = 0; m < kM; ++m)
 #pragma unroll
             for (int n = 0; n < 8; ++n)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    const int column = 8 * n + 2 * (lane % 4) + (e & 1);
-                    const int row = first_row + 16 * m + lane / 4 + 8 * (e >> 1);
-                    const bool keep = ((mask >> column) & 1) && (!diagonal || column <= row);
+                    const int beyond = 8 * n + (e & 1) - 16 * m - 8 * (e >> 1);
+                    if (beyond > last) s[m][n][e] = device::negative_infinity();
+                }
+    }
+
+    // The allowed columns of a column tile.
+    __device__ __forceinline__ void mask_columns(float (&s)[kM][8][4], uint64_t mask) {
+        const uint64_t own = mask >> (2 * (lane % 4));
+#pragma unroll
+        for (int n = 0; n < 8; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const bool keep = (own >> (8 * n + (e & 1))) & 1;
+#pragma unroll
+                for (int m = 0; m < kM; ++m) {
                     if (!keep) s[m][n][e] = device::negative_infinity();
                 }
+            }
     }
 
     // Raises the running maximum for these scores where it matters, and rescales sum and out with it. Each thread looks
@@ -212,27 +272,41 @@ struct Forward {
     // One buffer for K, one for V: the next K is on its way during the softmax and P V, the next V during Q K^T. Two
     // barriers a tile: after Q K^T (K is free, V has landed), after P V (V is free, the next K has landed).
     __device__ __forceinline__ void walk(int count, float scale_log2) {
-        copy_k(0);
-        copy_v(0);
+        uint32_t code = shared.list.code[0];
+        find_tile(0, code);
+        __syncthreads();
+        copy_tile(shared.k, shared.next[0][0]);
+        copy_tile(shared.v, shared.next[0][1]);
         device::copy_async_wait<1>();
         __syncthreads();
         for (int t = 0; t < count; ++t) {
             const bool more = t + 1 < count;
             float s[kM][8][4];
-            score(s);
+            uint32_t next_code;
+            score(s, [&](uint32_t bits) {
+                next_code = shared.list.code[(more ? t + 1 : t) + (bits & unknown_zero())];
+                find_tile(t + 1, next_code);
+            });
             device::copy_async_wait<0>();
             __syncthreads();
-            if (more) copy_k(t + 1);
-            const uint32_t code = shared.list.code[t];
-            const uint64_t mask = shared.list.mask(t);
-            if (Item::diagonal(code) || mask != device::kAllRows) apply_mask(s, Item::diagonal(code), mask);
+            if (more) copy_tile(shared.k, shared.next[(t + 1) % 2][0]);
+            if (Item::diagonal(code)) {
+                mask_triangle(s);
+            } else if (Item::columns(code)) {
+                const uint64_t mask = shared.list.column_mask(t);
+                if (mask != device::kAllRows) mask_columns(s, mask);
+            }
             update_maximum(s, scale_log2);
             accumulate(s, scale_log2);
             device::copy_async_wait<0>();
             __syncthreads();
-            if (more) copy_v(t + 1);
+            if (more) copy_tile(shared.v, shared.next[(t + 1) % 2][1]);
+            code = next_code;
         }
     }
+
+    // Zero, which the compiler does not know: what adds `bits & unknown_zero()` stays behind what makes `bits`.
+    __device__ __forceinline__ uint32_t unknown_zero() const { return static_cast<uint32_t>(p.shape.blocks >> 31); }
 };
 
 template <typename Config>
@@ -261,6 +335,7 @@ template <typename T, int D>
 void launch_attention_forward(const AttentionForwardParams& p, cudaStream_t stream) {
     using Config = ForwardConfig<T, D>;
     constexpr int kShared = sizeof(ForwardShared<Config>);
+    static_assert(3 * (kShared + 1024) <= 164 * 1024, "three thread blocks a multiprocessor of an A100");
     const auto kernel = attention_forward_kernel<Config>;
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared),
                "attention_forward (sm_80) set-up");

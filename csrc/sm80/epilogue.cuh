@@ -45,32 +45,48 @@ __device__ __forceinline__ void store_rows(const AttentionForwardParams& p, cons
             const int64_t row = static_cast<int64_t>(place.q_block) * kBlock + first_row + 16 * m + lane / 4 + 8 * r;
             float* lse = p.lse + batch_head * p.shape.q_blocks * kBlock + row;
             const float new_lse = total > 0 ? fmaf(maximum[m][r], p.scale, logf(total)) : device::negative_infinity();
-            const Merge merge(p.accumulate ? *lse : device::negative_infinity(), new_lse);
-            __syncwarp();  // all four threads of the row have read lse
-            if (lane % 4 == 0) *lse = merge.lse;
-            const float weight = total > 0 ? merge.new_weight / total : 0.0f;
             const int64_t column = 2 * (lane % 4);
             float* partial = p.partial.data ? p.partial.data + batch * p.partial.batch_stride +
                                                   row * p.partial.row_stride + head * p.partial.head_stride + column
                                             : nullptr;
-            T* final = p.final.data ? static_cast<T*>(p.final.data) + batch * p.final.batch_stride +
-                                          row * p.final.row_stride + head * p.final.head_stride + column
-                                    : nullptr;
+            if (p.accumulate) {
+                const Merge merge(*lse, new_lse);
+                __syncwarp();  // all four threads of the row have read lse
+                if (lane % 4 == 0) *lse = merge.lse;
+                const float weight = total > 0 ? merge.new_weight / total : 0.0f;
 #pragma unroll
-            for (int n = 0; n < D / 8; ++n) {
-                float2 value = make_float2(out[m][n][2 * r] * weight, out[m][n][2 * r + 1] * weight);
-                if (p.accumulate) {
-                    const float2 old = *reinterpret_cast<const float2*>(partial + 8 * n);
+                for (int n = 0; n < D / 8; ++n) {
+                    float* value = &out[m][n][2 * r];
+                    value[0] *= weight;
+                    value[1] *= weight;
                     // A weight of zero also discards what an empty partial holds.
                     if (merge.old_weight > 0) {
-                        value.x = fmaf(old.x, merge.old_weight, value.x);
-                        value.y = fmaf(old.y, merge.old_weight, value.y);
+                        const float2 old = *reinterpret_cast<const float2*>(partial + 8 * n);
+                        value[0] = fmaf(old.x, merge.old_weight, value[0]);
+                        value[1] = fmaf(old.y, merge.old_weight, value[1]);
                     }
                 }
-                if (final) {
-                    *reinterpret_cast<uint32_t*>(final + 8 * n) = device::pack<T>(value.x, value.y);
-                } else {
-                    *reinterpret_cast<float2*>(partial + 8 * n) = value;
+            } else {
+                if (lane % 4 == 0) *lse = new_lse;
+                const float weight = total > 0 ? 1.0f / total : 0.0f;
+#pragma unroll
+                for (int n = 0; n < D / 8; ++n) {
+                    out[m][n][2 * r] *= weight;
+                    out[m][n][2 * r + 1] *= weight;
+                }
+            }
+            if (p.final.data) {
+                T* final = static_cast<T*>(p.final.data) + batch * p.final.batch_stride + row * p.final.row_stride +
+                           head * p.final.head_stride + column;
+#pragma unroll
+                for (int n = 0; n < D / 8; ++n) {
+                    *reinterpret_cast<uint32_t*>(final + 8 * n) =
+                        device::pack<T>(out[m][n][2 * r], out[m][n][2 * r + 1]);
+                }
+            } else {
+#pragma unroll
+                for (int n = 0; n < D / 8; ++n) {
+                    *reinterpret_cast<float2*>(partial + 8 * n) = make_float2(out[m][n][2 * r], out[m][n][2 * r + 1]);
                 }
             }
         }

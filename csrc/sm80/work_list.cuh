@@ -93,7 +93,7 @@ struct WorkList {
     static constexpr int kWarps = kWarps_;
     static constexpr int kStep = kStep_;
     static constexpr int kUnroll = kStep / (32 * kWarps);  // candidates of a thread in a step
-    static constexpr int kCapacity = kStep + 256;
+    static constexpr int kCapacity = kStep + 128;
     static constexpr int kMasks = kMasks_;  // column entries in the list at a time
     static_assert(kUnroll <= 32);
 
@@ -110,6 +110,9 @@ struct WorkList {
         }
         return device::kAllRows;
     }
+
+    // The same where columns are known to be in the slot.
+    __device__ __forceinline__ uint64_t column_mask(int slot) const { return masks[slot % kMasks]; }
 
     // Appends candidates in the order (warp, bit, lane), bit u of `active` saying whether this thread's candidate u is
     // one; store(slot, u) writes it. Returns the new count. All threads call it.
