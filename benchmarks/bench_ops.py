@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks import ours, peers
+from benchmarks import minference, ours, peers
 from benchmarks.plan import BACKWARD, FORWARD, LONGEST, Repeats, Task, plan, seconds_of
 from benchmarks.problems import BlockLists, Problem
 from benchmarks.rows import Results
@@ -31,11 +31,12 @@ from megatron_mtraining.ops import native
 class Bench:
     """What one run measures."""
 
-    def __init__(self, results: Results, kernels: list[str], impls: list[str] | None) -> None:
+    def __init__(self, results: Results, kernels: list[str], args: argparse.Namespace) -> None:
         self.results, self.kernels = results, kernels
-        self.wanted = impls
+        self.wanted: list[str] | None = args.impls
         self.dense_peers, self.slash_peers = list(peers.dense()), list(peers.slash())
-        self.sparse_peers = list(peers.sparse())
+        self.sparse = peers.sparse(args.minference)
+        self.sparse_peers = list(self.sparse)
         self.held: tuple[tuple[int, ...], tuple[Tensor, ...]] | None = None
         self.held_index: tuple[Problem, VerticalSlashIndex] | None = None
 
@@ -53,7 +54,7 @@ class Bench:
             lists = BlockLists.of(self.index_of(problem))
             self.peer(problem, impl, peers.slash()[impl](lists), lists.pairs)
         elif task.what == "sparse":
-            self.sparse(problem, impl)
+            self.same_mask(problem, impl)
         elif task.what == "ours":
             self.ours(problem, impl)
         elif task.what == "share":
@@ -121,10 +122,10 @@ class Bench:
             share.deterministic = False
             self.add(problem, f"{impl}-fast", "backward", share.backward, BACKWARD * flops, density)
 
-    def sparse(self, problem: Problem, impl: str) -> None:
+    def same_mask(self, problem: Problem, impl: str) -> None:
         """Both passes of another implementation on the same mask; the forward passes also in turn with ours."""
         index = self.index_of(problem)
-        attend, pairs = peers.sparse()[impl](index), float(index.pairs().sum())
+        attend, pairs = self.sparse[impl](index), float(index.pairs().sum())
         self.peer(problem, impl, attend, pairs)
         q, k, v, dout = self.tensors(problem)
         whole = Layout.striped(problem.seq_len, 1)
@@ -189,6 +190,9 @@ def arguments() -> argparse.Namespace:
         "--longest-slow", type=int, default=131072, help="longest sequence for FlashAttention-2 and FlexAttention"
     )
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds; what does not fit is left out")
+    parser.add_argument(
+        "--minference", type=minference.checkout, help="a checkout of microsoft/MInference, for the authors' kernel"
+    )
     parser.add_argument("--out", type=Path, default=None, help="folder of the JSON and Markdown results")
     return parser.parse_args()
 
@@ -201,7 +205,7 @@ def main() -> int:
     runs = [f"sm{a}" for a in sorted(info.architectures, reverse=True) if (major >= 8 if a == 80 else major == 9)]
     results = Results(matmul_tflops(), args.out)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16 matmul {results.matmul:.0f} TFLOP/s")
-    bench = Bench(results, args.kernels or runs, args.impls)
+    bench = Bench(results, args.kernels or runs, args)
     for task in plan(bench, args):
         left = args.budget - (time.perf_counter() - begin)
         if task.seconds > left:

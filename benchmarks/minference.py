@@ -1,13 +1,13 @@
 """The authors' Triton kernel (microsoft/MInference, branch wenxuan/mtrain) on the same slash blocks and columns.
 
-No release of the package ``minference`` holds that kernel. Where the environment variable ``MINFERENCE_ROOT`` names a
-checkout that does, it is loaded from there, without the rest of the package, which needs more than the kernel does.
+No release of the package ``minference`` holds that kernel. It is loaded from a checkout that does, without the rest of the
+package, which needs more than the kernel does.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,29 +24,19 @@ from megatron_mtraining.config import BLOCK
 KERNEL = "minference.ops.minference_attn_triton"
 
 
-def root() -> Path | None:
-    """The checkout, if one that holds the kernel is named.
+def checkout(named: str) -> Path:
+    """A checkout given on a command line.
 
     Raises:
-        RuntimeError: if ``MINFERENCE_ROOT`` names a folder without the kernel.
+        argparse.ArgumentTypeError: if the folder does not hold the kernel.
     """
-    named = os.environ.get("MINFERENCE_ROOT")
-    if not named:
-        return None
     if not Path(named, *KERNEL.split(".")).with_suffix(".py").is_file():
-        raise RuntimeError(f"MINFERENCE_ROOT={named} has no {KERNEL} (branch wenxuan/mtrain of microsoft/MInference)")
+        raise argparse.ArgumentTypeError(f"{named} has no {KERNEL} (branch wenxuan/mtrain of microsoft/MInference)")
     return Path(named)
 
 
-def kernels() -> Any:
-    """The module of the kernel; its packages are left empty, as their imports are not needed.
-
-    Raises:
-        RuntimeError: if no checkout is named, or one without the kernel.
-    """
-    folder = root()
-    if folder is None:
-        raise RuntimeError("MINFERENCE_ROOT names no checkout of microsoft/MInference")
+def kernels(folder: Path) -> Any:
+    """The module of the kernel in a checkout; its packages are left empty, as their imports are not needed."""
     for name in ("minference", "minference.ops"):
         package = sys.modules.setdefault(name, ModuleType(name))
         package.__path__ = [str(folder.joinpath(*name.split(".")))]
@@ -81,9 +71,9 @@ def lists(index: VerticalSlashIndex) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return bar_idx, bar_cnt, block_idx, block_cnt
 
 
-def attention(index: VerticalSlashIndex) -> Callable[..., Tensor]:
-    """Attention of ``[1, heads, seq, dim]`` tensors over what the index keeps."""
-    module, given = kernels(), lists(index)
+def attention(folder: Path, index: VerticalSlashIndex) -> Callable[..., Tensor]:
+    """Attention of ``[1, heads, seq, dim]`` tensors over what the index keeps, by the kernel of a checkout."""
+    module, given = kernels(folder), lists(index)
 
     class Attention(torch.autograd.Function):
         @staticmethod

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -85,6 +87,6 @@ def slash() -> dict[str, Callable[[BlockLists], Attend]]:
     return found
 
 
-def sparse() -> dict[str, Callable[[VerticalSlashIndex], Attend]]:
-    """The implementations of the same mask that are there, each made for a given index."""
-    return {"minference-triton": minference.attention} if minference.root() else {}
+def sparse(checkout: Path | None) -> dict[str, Callable[[VerticalSlashIndex], Attend]]:
+    """The implementations of the same mask that are there, each made for a given index; ``checkout``: of MInference."""
+    return {"minference-triton": partial(minference.attention, checkout)} if checkout else {}

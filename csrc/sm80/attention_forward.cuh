@@ -22,6 +22,7 @@ struct ForwardConfig {
     // Rows are rescaled only when their maximum grows by more than 2^8: until then the old maximum serves, and the
     // probabilities stay below 2^8, harmless in either input type with fp32 sums.
     static constexpr float kRescale = 8.0f;
+    static constexpr int kListRoom = 128;  // no more: three thread blocks are to fit a multiprocessor of an A100
 };
 
 // Where the next tile of one operand lies.
@@ -36,7 +37,7 @@ struct ForwardShared {
     alignas(256) unsigned char q[device::Tile<Config::D>::kBytes];
     alignas(256) unsigned char k[device::Tile<Config::D>::kBytes];
     alignas(256) unsigned char v[device::Tile<Config::D>::kBytes];
-    QueryList<Config::kWarps> list;
+    QueryList<Config::kWarps, Config::kListRoom> list;
     TileSource<typename Config::T> source[2][2];  // [columns][V]
     NextTile next[2][2];                          // [slot % 2][V]
 };
@@ -102,35 +103,46 @@ struct Forward {
         if (threadIdx.x < 2) shared.next[slot % 2][operand] = next;
     }
 
-    // Copies a tile: of every eighth row a thread has 16 bytes, at D = 128 also those 128 bytes further on.
-    __device__ __forceinline__ void copy_tile(unsigned char* tile, const NextTile& next) {
+    // The copy of a tile: of every eighth row a thread has 16 bytes, at D = 128 also those 128 bytes further on.
+    static constexpr int kCopyRows = kThreads / 8;
+    struct Copy {
+        const char* from;  // of this thread's first row
+        uint32_t stride, to;
+        int rows;  // that exist, from this thread's first one on
+    };
+
+    __device__ __forceinline__ Copy begin_copy(unsigned char* to, const NextTile& next) {
         const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;
-        const NextTile source = next;
-        const char* from = source.from + static_cast<uint64_t>(source.stride) * row + chunk * 16;
-        const uint32_t to = device::shared_address(tile) + Tile::offset(row, chunk);
-        if (next.rows >= kBlock) {
-            copy_rows<true>(to, from, source.stride, 0);
-        } else {
-            copy_rows<false>(to, from, source.stride, source.rows - row);
-        }
-        device::copy_async_commit();
+        const NextTile tile = next;
+        return {tile.from + static_cast<uint64_t>(tile.stride) * row + chunk * 16, tile.stride,
+                device::shared_address(to) + Tile::offset(row, chunk), tile.rows - row};
     }
 
-    // Unless all rows exist, `rows` do from the thread's first one on.
+    // Row n of this thread's; without kAll it may not exist.
     template <bool kAll>
-    __device__ __forceinline__ void copy_rows(uint32_t to, const char* from, uint32_t stride, int rows) {
+    __device__ __forceinline__ void copy_row(const Copy& copy, int n) {
+        const char* from = copy.from + static_cast<uint64_t>(copy.stride) * (n * kCopyRows);
+        const uint32_t to = copy.to + n * kCopyRows * D * 2;
 #pragma unroll
-        for (int n = 0; n < kBlock; n += kThreads / 8)
-#pragma unroll
-            for (int c = 0; c < D; c += 64) {
-                const char* source = from + static_cast<uint64_t>(stride) * n + 2 * c;
-                const uint32_t target = to + n * D * 2 + 2 * c;
-                if constexpr (kAll) {
-                    device::copy_async(target, source);
-                } else {
-                    device::copy_async(target, source, n < rows);
-                }
+        for (int c = 0; c < D / 64; ++c) {
+            if (kAll) {
+                device::copy_async(to + c * 128, from + c * 128);
+            } else {
+                device::copy_async(to + c * 128, from + c * 128, n * kCopyRows < copy.rows);
             }
+        }
+    }
+
+    __device__ __forceinline__ void copy_tile(unsigned char* to, const NextTile& next) {
+        const Copy copy = begin_copy(to, next);
+        if (next.rows >= kBlock) {
+#pragma unroll
+            for (int n = 0; n < kBlock / kCopyRows; ++n) copy_row<true>(copy, n);
+        } else {
+#pragma unroll
+            for (int n = 0; n < kBlock / kCopyRows; ++n) copy_row<false>(copy, n);
+        }
+        device::copy_async_commit();
     }
 
     // scores = Q K^T of this warp's rows. find(bits) is called where the first products are on their way.
@@ -320,7 +332,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     work.begin(place);
     int position = 0;
     bool any = false;
-    while (const int count = QueryScan<Config::kWarps>::fill(shared.list, p.shape, p.mask, position)) {
+    while (const int count =
+               QueryScan<Config::kWarps, Config::kListRoom>::fill(shared.list, p.shape, p.mask, position)) {
         work.walk(count, scale_log2);
         any = true;
     }

@@ -14,6 +14,7 @@ struct BackwardConfig {
     static constexpr int kWarps = 4;  // 16 rows each
     static constexpr int kThreads = 32 * kWarps;
     static constexpr int kBlocksPerSm = 2;
+    static constexpr int kListRoom = 256;
 };
 
 // Operands of the query-major kernel: slash tiles from k, v and column tiles from compact_k, compact_v.

@@ -7,7 +7,7 @@ namespace mtraining::sm80 {
 
 // A column tile has a mask for every query block, and takes long to find it.
 template <int kWarps, bool kColumns>
-using KeyList = WorkList<kWarps, kColumns ? 256 : 1024, kColumns ? 512 : 0>;
+using KeyList = WorkList<kWarps, kColumns ? 256 : 1024, kColumns ? 512 : 0, 256>;
 
 // kColumns: the tile is 64 columns of one query head; otherwise a key block shared by the query heads of a group.
 template <int kWarps, bool kColumns>

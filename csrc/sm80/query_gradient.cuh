@@ -14,7 +14,7 @@ struct QueryGradShared {
         alignas(256) unsigned char v[device::Tile<Config::D>::kBytes];
     };
     Stage stages[2];
-    QueryList<Config::kWarps> list;
+    QueryList<Config::kWarps, Config::kListRoom> list;
     TileSource<typename Config::T> k_source[2], v_source[2];  // [1]: columns
 };
 
@@ -179,7 +179,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     const float scale_log2 = p.scale * device::kLog2e;
     int position = 0;
     bool any = false;
-    while (const int count = QueryScan<Config::kWarps>::fill(shared.list, p.shape, p.mask, position)) {
+    while (const int count =
+               QueryScan<Config::kWarps, Config::kListRoom>::fill(shared.list, p.shape, p.mask, position)) {
         work.walk(count, scale_log2);
         any = true;
     }

@@ -5,13 +5,13 @@
 
 namespace mtraining::sm80 {
 
-template <int kWarps>
-using QueryList = WorkList<kWarps, 1024, 64>;
+template <int kWarps, int kRoom>
+using QueryList = WorkList<kWarps, 1024, 64, kRoom>;
 
 // In table order, columns last.
-template <int kWarps>
+template <int kWarps, int kRoom>
 struct QueryScan {
-    using List = QueryList<kWarps>;
+    using List = QueryList<kWarps, kRoom>;
     static constexpr int kColumnTiles = 8;  // tiles of a warp in a step
 
     const Mask& mask;

@@ -87,13 +87,13 @@ struct QueryPlace {
 };
 
 // The tiles that are worked off next. kStep candidates are tested at once: their loads are in flight together, which is
-// what a scan waits for. There is always room for one step.
-template <int kWarps_, int kStep_, int kMasks_>
+// what a scan waits for. There is always room for one step, and for kRoom entries that an earlier one left.
+template <int kWarps_, int kStep_, int kMasks_, int kRoom>
 struct WorkList {
     static constexpr int kWarps = kWarps_;
     static constexpr int kStep = kStep_;
     static constexpr int kUnroll = kStep / (32 * kWarps);  // candidates of a thread in a step
-    static constexpr int kCapacity = kStep + 128;
+    static constexpr int kCapacity = kStep + kRoom;
     static constexpr int kMasks = kMasks_;  // column entries in the list at a time
     static_assert(kUnroll <= 32);
 

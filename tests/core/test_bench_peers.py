@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import minference, peers
+from benchmarks import bench_ops, minference, peers
 from benchmarks.problems import Problem
 from megatron_mtraining.config import BLOCK
 
@@ -26,14 +26,14 @@ def test_its_lists_are_the_mask() -> None:
     assert torch.equal(mask.tril(), index.to_mask()[0])
 
 
-def test_a_checkout_without_the_kernel_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("MINFERENCE_ROOT", raising=False)
-    assert peers.sparse() == {}
-    with pytest.raises(RuntimeError, match="names no checkout"):
-        minference.kernels()
-    monkeypatch.setenv("MINFERENCE_ROOT", str(tmp_path))
-    with pytest.raises(RuntimeError, match="has no minference.ops.minference_attn_triton"):
-        peers.sparse()
+def test_a_checkout_without_the_kernel_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_ops", "--minference", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        bench_ops.arguments()
+    assert f"--minference: {tmp_path} has no minference.ops.minference_attn_triton" in capsys.readouterr().err
+    assert peers.sparse(None) == {}
 
 
 def test_the_kernel_is_loaded_without_its_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -42,7 +42,6 @@ def test_the_kernel_is_loaded_without_its_package(monkeypatch: pytest.MonkeyPatc
     (tmp_path / "minference" / "__init__.py").write_text("raise ImportError('not to be imported')")
     (folder / "utils.py").write_text("NAME = 'utils'")
     (folder / "minference_attn_triton.py").write_text("from .utils import NAME")
-    monkeypatch.setenv("MINFERENCE_ROOT", str(tmp_path))
     monkeypatch.setattr(sys, "modules", {name: x for name, x in sys.modules.items() if "minference" not in name})
-    assert minference.kernels().NAME == "utils"
-    assert list(peers.sparse()) == ["minference-triton"]
+    assert minference.kernels(minference.checkout(str(tmp_path))).NAME == "utils"
+    assert list(peers.sparse(tmp_path)) == ["minference-triton"]
