@@ -1,4 +1,4 @@
-"""Turns the results of `benchmarks.megatron_runs` or `megatron_single` into a summary, a table and a plot of the loss curves.
+"""Turns the results of `benchmarks.megatron_runs`, `_single`, `_pair` or `_four` into tables, and a plot of the loss curves.
 
 python -m benchmarks.megatron_report runs.jsonl --name megatron-DATE-MACHINE [--plot docs/images/megatron_curves.png]
 """
@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import megatron_runs, megatron_single
+from . import megatron_four, megatron_runs, megatron_single
+from .hosts import HOSTS
 from .megatron_runs import CURVES
 from .preloaded import GATE
 
@@ -80,7 +81,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def report(runs: dict[str, dict[str, Any]]) -> str:
     """The page."""
-    parts = curves(runs)
+    parts = curves(runs) if any(name in CURVES for name in runs) else []
+    parts += four_ranks(runs)
     timed = [
         [
             f"`{name}`",
@@ -89,9 +91,10 @@ def report(runs: dict[str, dict[str, Any]]) -> str:
             _number(runs[name]["loss"], -1),
         ]
         for name in runs
-        if name in megatron_runs.SPEED or name in megatron_single.SPEED
+        if name in megatron_runs.SPEED or name in megatron_single.SPEED or name in megatron_four.SPEED
     ]
-    parts += ["## One long sequence", table(("run", "", "ms a step, median", "last loss"), timed)]
+    if timed:
+        parts += ["## One long sequence", table(("run", "", "ms a step, median", "last loss"), timed)]
     checked = [
         [
             f"`{name}`",
@@ -102,9 +105,10 @@ def report(runs: dict[str, dict[str, Any]]) -> str:
             _remark(name, run),
         ]
         for name, run in sorted(runs.items(), key=_place)
-        if run["kind"] in ("check", "small")
+        if run["kind"] in ("check", "small") and name not in megatron_four.ONE
     ]
-    parts += ["## Combinations", table(("run", "", "Megatron-LM", "steps", "last loss", ""), checked)]
+    if checked:
+        parts += ["## Combinations", table(("run", "", "Megatron-LM", "steps", "last loss", ""), checked)]
     golden = [
         [f"`{name}`", ended(run), f"{run['seconds']:.0f}"] for name, run in runs.items() if name.startswith("gpt_")
     ]
@@ -150,6 +154,40 @@ def curves(runs: dict[str, dict[str, Any]]) -> list[str]:
         "Difference of two curves:",
         table(("curves", "steps", "largest", "mean"), gaps),
     ]
+
+
+def four_ranks(runs: dict[str, dict[str, Any]]) -> list[str]:
+    """The part about four ranks: each run beside that of one GPU from the same weights."""
+    rows = [_beside_one(name, runs) for name in (*megatron_four.ONE, *megatron_four.four_runs()) if name in runs]
+    if not rows:
+        return []
+    head = ("run", "", "ring", "ranks", "steps", "first loss", "last", "distance from", "loss", "gradient norm")
+    said = (
+        "Distance from a run of one GPU that begins with the same weights: the largest of all steps, of the loss "
+        "(nats a byte) and of the gradient's norm (relative)."
+    )
+    return ["## Four ranks", said, table(head, rows)]
+
+
+def _beside_one(name: str, runs: dict[str, dict[str, Any]]) -> list[str]:
+    """A row of the table of four ranks."""
+    run, reference = runs[name], megatron_four.reference_of(name)
+    row = [f"`{name}`", ended(run), run.get("ring", ""), ranks_of(run), _steps(run)]
+    row += [_number(run["loss"], 0), _number(run["loss"], -1)]
+    if reference not in runs or reference == name:
+        return [*row, "", "", ""]
+    gap = difference(run, runs[reference])
+    pairs = zip(run["grad_norm"], runs[reference]["grad_norm"], strict=False)
+    norms = [abs(one / other - 1) for one, other in pairs if one is not None and other]
+    return [*row, f"`{reference}`", f"{gap['largest']:.1e}" if gap else "", f"{max(norms):.1e}" if norms else ""]
+
+
+def ranks_of(run: dict[str, Any]) -> str:
+    """Where the ranks of a run of `megatron_four` were."""
+    if run["kind"] != "four":
+        return "one"
+    count = run.get("variables", {}).get(HOSTS)
+    return f"four on {count} pretended hosts that share GPUs" if count else "four, a GPU each"
 
 
 def _older(name: str, run: dict[str, Any]) -> bool:

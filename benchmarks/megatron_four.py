@@ -1,0 +1,133 @@
+"""Trains with an unmodified Megatron-LM on four ranks, from processes that have loaded it (`benchmarks.preloaded`).
+
+    python -m benchmarks.megatron_four --megatron DIR --older DIR --data PREFIX --out DIR [--groups ...] [--only ...]
+
+Context parallelism over four ranks, in a flat ring and in inner rings of two, and over two with two ways of tensor, pipeline
+and data parallelism; beside each the run of one GPU from the same weights. With four GPUs the ranks are on one host;
+with two (or three) on two pretended hosts that share them (`benchmarks.hosts`): the values count then, times mean nothing,
+and the group `speed` is left out. Models, options and results are those of `benchmarks.megatron_runs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from . import hosts, megatron_single
+from .megatron_runs import CP2, DRAWN, LOAD_DRAWN, OURS, P1, P95, SMALL, SPARSE, SPEED_STEPS, START_DRAWN, TE, TP2
+from .megatron_single import DENSE, Single, parse, run_groups
+from .run_pool import Run
+
+RANKS = 4
+CP4, INNER_2 = "--context-parallel-size 4", "--hierarchical-context-parallel-sizes 2 2"
+PP2 = "--pipeline-model-parallel-size 2"
+SPLITS = {
+    "cp4_2x2": f"{CP4} {INNER_2}",
+    "cp4_flat": f"{CP4} --mtraining-ring flat",
+    "tp2_cp2": f"{TP2} {CP2} {START_DRAWN}",
+    "pp2_cp2": f"{PP2} {CP2} {LOAD_DRAWN}",
+    "dp2_cp2": f"{CP2} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+}
+"""How four ranks share the work. Ranks that draw their own weights load what one GPU has drawn."""
+RINGS = {"cp4_2x2": "hierarchical ring, inner size 2 ", "cp4_flat": "flat ring, inner size 4 "}
+RING_OF_2 = "flat ring, inner size 2 "
+"""What the plugin is to say of its rings: the beginning of the line."""
+SHARES = {"p95": f"{TE} {OURS} {P95}", "p1": f"{TE} {OURS} {P1}"}
+
+DENSE_RUNS = {
+    "dense_cp4": f"{DENSE} {CP4}",
+    "dense_cp4_2x2": f"{DENSE} {CP4} {INNER_2} --cp-comm-type a2a+p2p",
+    "dense_tp2_cp2": f"{DENSE} {TP2} {CP2} {START_DRAWN}",
+}
+"""Transformer Engine's context parallelism, flat and its own hierarchical one (heads within the inner group, ring outside)."""
+ONE = {"one_dense": DENSE, "one_dense_again": DENSE, **{f"one_{share}": words for share, words in SHARES.items()}}
+"""One GPU, the same weights and batches."""
+BY_AGENTS = {"cp4_2x2_p95"}  # the others are forked
+SMALL_DRAWN = "drawn_small"
+
+BEGINS_DENSE = f"{TE} {SPARSE} --mtraining-dense-steps 6 --mtraining-log none"
+SPEED = {
+    "speed_cp4_dense": DENSE_RUNS["dense_cp4"],
+    "speed_cp4_dense_2x2": DENSE_RUNS["dense_cp4_2x2"],
+    "speed_cp4_flat": f"{BEGINS_DENSE} {SPLITS['cp4_flat']}",
+    "speed_cp4_2x2": f"{BEGINS_DENSE} {SPLITS['cp4_2x2']}",
+}
+"""One long sequence a step, on four GPUs: Transformer Engine's two ways, and ours, which begin dense."""
+
+
+def four_runs() -> dict[str, str]:
+    """The runs of four ranks, those that matter most first: name -> options."""
+    names = ["cp4_2x2_p95", "cp4_2x2_p1", *(f"{split}_p95" for split in SPLITS), *(f"{split}_p1" for split in SPLITS)]
+    ours = {name: f"{SHARES[share]} {SPLITS[split]}" for name in names for split, _, share in [name.rpartition("_")]}
+    return {**ours, **DENSE_RUNS, "older_cp4_2x2_p95": ours["cp4_2x2_p95"]}
+
+
+def reference_of(name: str) -> str:
+    """The run of one GPU that a run is compared with."""
+    return "one_dense" if name.startswith(("dense_", "one_")) else f"one_{name.rpartition('_')[2]}"
+
+
+def variables(four: Single) -> dict[str, str]:
+    """The environment of a run."""
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **hosts.variables(four.hosts)}
+
+
+def one(four: Single) -> Iterator[Run]:
+    """The runs of one GPU, two on each at a time, and the weights that it draws."""
+    single = replace(four, ranks=1, hosts=1)
+    words = {SMALL_DRAWN: DRAWN.replace("OUT/drawn", f"OUT/{SMALL_DRAWN}"), **ONE}
+    for number, (name, own) in enumerate(words.items()):
+        chosen = variables(single) | {"CUDA_VISIBLE_DEVICES": str(number % 2)}
+        yield Run(name, "small", single.start(name, f"{SMALL} {own}"), chosen)
+
+
+def splits(four: Single) -> Iterator[Run]:
+    """A few steps of each way to share the work."""
+    for name, own in four_runs().items():
+        words = f"{SMALL} {own}".replace("OUT/drawn", f"OUT/{SMALL_DRAWN}")
+        command = four.start(name, words, by_agents=name in BY_AGENTS)
+        after = SMALL_DRAWN if LOAD_DRAWN in own else None
+        yield Run(name, "four", command, variables(four), timeout=100, after=after)
+
+
+def speed(four: Single) -> Iterator[Run]:
+    """Steps of one long sequence; each run has the GPUs to itself."""
+    if four.hosts > 1:
+        print("speed: left out; ranks that share a GPU take turns", flush=True)
+        return
+    for name, own in SPEED.items():
+        yield four.long(name, f"{own} --train-iters {SPEED_STEPS} --lr-warmup-iters 5", variables(four))
+
+
+def judge(result: dict[str, Any], logs: Path) -> dict[str, Any]:
+    """As `megatron_single.judge`; the plugin must have formed the rings that a run is about, too."""
+    result = megatron_single.judge(result, logs)
+    name = result["name"].removeprefix("older_")
+    if result["kind"] == "four" and not name.startswith("dense_"):
+        expected = RINGS.get(name.rpartition("_")[0], RING_OF_2)
+        result["status"] = result["status"] or int(not result.get("ring", "").startswith(expected))
+    return result
+
+
+def hosts_for(gpus: int) -> int:
+    """On how many hosts four ranks are, pretended ones if several."""
+    if gpus < 2:
+        raise SystemExit(f"megatron_four: needs two GPUs at least, found {gpus}")
+    return 1 if gpus >= RANKS else 2
+
+
+GROUPS = {"one": one, "splits": splits, "speed": speed}
+
+
+def main() -> None:
+    """Runs the groups."""
+    import torch
+
+    given = parse(str(__doc__), list(GROUPS))
+    run_groups(given, GROUPS, ranks=RANKS, hosts=hosts_for(torch.cuda.device_count()), judge=judge)
+
+
+if __name__ == "__main__":
+    main()

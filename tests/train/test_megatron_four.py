@@ -1,0 +1,193 @@
+"""Training on four ranks: what is started, where its ranks are, what is reported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import hosts, megatron_four, megatron_report, megatron_runs, megatron_single, preloaded
+from benchmarks.run_pool import Run, outcome
+
+ROOT = Path(__file__).parents[2]
+LINE = "iteration {}/ 5 | elapsed time per iteration (ms): 1.0 | lm loss: {} | grad norm: 2.0 |"
+TWO_BY_TWO = "> megatron_mtraining: hierarchical ring, inner size 2 (asked for), 2 communicators made"
+FLAT = "> megatron_mtraining: flat ring, inner size 4 (asked for), 1 communicators made"
+
+
+@pytest.fixture
+def four(tmp_path):
+    options = megatron_runs.Options(tmp_path / "new", tmp_path / "old", "data", tmp_path, 65536, "")
+    return megatron_single.Single(options, tmp_path, ranks=4, hosts=2)
+
+
+def value(run, option, count=1):
+    """What a run's command gives to an option at last."""
+    words = list(run.command)
+    at = len(words) - words[::-1].index(option)
+    return words[at] if count == 1 else words[at : at + count]
+
+
+def test_every_way_to_share_the_work_has_four_ranks_and_a_run_of_one_gpu_beside_it(four):
+    runs = {run.name: run for run in megatron_four.splits(four)}
+    assert list(runs)[:2] == ["cp4_2x2_p95", "cp4_2x2_p1"]
+    assert {f"{split}_{share}" for split in megatron_four.SPLITS for share in ("p1", "p95")} < set(runs)
+    beside = {run.name for run in megatron_four.one(four)}
+    for name, run in runs.items():
+        words = run.command
+        sizes = [int(value(run, option)) if option in words else 1 for option in (
+            "--context-parallel-size", "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+        )]  # fmt: skip
+        assert sizes[0] * sizes[1] * sizes[2] == (2 if name.startswith("dp2") else 4), name
+        assert (sizes[0] == 4) == ("cp4" in name)
+        assert ("--sequence-parallel" in words) == ("tp2" in name)
+        assert megatron_four.reference_of(name) in beside
+        assert value(run, "--attention-backend") == ("auto" if name.startswith("dense") else "mtraining")
+        if "2x2" in name:
+            assert value(run, "--hierarchical-context-parallel-sizes", 2) == ["2", "2"]
+            assert "--mtraining-ring" not in words
+    assert value(runs["cp4_flat_p1"], "--mtraining-ring") == "flat"
+    assert megatron_four.reference_of("older_cp4_2x2_p95") == "one_p95"
+    assert str(four.options.older / "pretrain_gpt.py") in runs["older_cp4_2x2_p95"].command
+
+
+def test_ranks_that_draw_their_own_weights_load_those_of_one_gpu(four, tmp_path):
+    for run in megatron_four.splits(four):
+        loads = run.name.startswith(("tp2", "pp2", "dense_tp2"))
+        assert (run.after == "drawn_small") == loads == ("--load" in run.command)
+        if loads:
+            assert value(run, "--load") == f"{tmp_path}/drawn_small"
+            assert value(run, "--make-vocab-size-divisible-by") == ("64" if "tp2" in run.name else "128")
+    drawn = next(megatron_four.one(four))
+    assert (drawn.name, value(drawn, "--save"), value(drawn, "--lr")) == ("drawn_small", f"{tmp_path}/drawn_small", "0")
+
+
+def test_runs_of_one_gpu_are_on_no_pretended_host(four):
+    runs = list(megatron_four.one(four))
+    assert {run.variables["CUDA_VISIBLE_DEVICES"] for run in runs} == {"0", "1"}
+    for run in runs:
+        assert not {name for name in run.variables if name.startswith(("NCCL", "BENCHMARK"))}
+        assert run.command[run.command.index("run") + 2] == "1"
+    for run in megatron_four.splits(four):
+        assert (run.variables["BENCHMARK_HOSTS"], run.variables["NCCL_NET"]) == ("2", "Socket")
+        assert run.command[run.command.index(str((four.options.megatron if "older" not in run.name else
+                           four.options.older) / "pretrain_gpt.py")) - 1] == "4"  # fmt: skip
+
+
+def test_four_gpus_are_one_host_and_two_are_pretended_to_be_two(capsys, four):
+    assert (megatron_four.hosts_for(8), megatron_four.hosts_for(4)) == (1, 1)
+    assert (megatron_four.hosts_for(3), megatron_four.hosts_for(2)) == (2, 2)
+    with pytest.raises(SystemExit, match="needs two GPUs at least, found 1"):
+        megatron_four.hosts_for(1)
+    assert list(megatron_four.speed(four)) == []
+    assert "left out" in capsys.readouterr().out
+    real = megatron_single.Single(four.options, four.sockets, ranks=4)
+    runs = list(megatron_four.speed(real))
+    assert [run.name for run in runs] == list(megatron_four.SPEED)
+    assert {run.kind for run in runs} == {"gated"}
+    assert all("BENCHMARK_HOSTS" not in run.variables for run in [*runs, *megatron_four.splits(real)])
+
+
+def test_a_rank_is_told_its_place_on_its_host(monkeypatch):
+    monkeypatch.setenv("BENCHMARK_HOSTS", "2")
+    places = [hosts.place(rank, 4) for rank in range(4)]
+    assert [place["LOCAL_RANK"] for place in places] == ["0", "1", "0", "1"]
+    assert {place["LOCAL_WORLD_SIZE"] for place in places} == {"2"}
+    names = [place["NCCL_HOSTID"] for place in places]
+    assert names[0] == names[1] != names[2] == names[3]
+    monkeypatch.delenv("BENCHMARK_HOSTS")
+    assert [hosts.place(rank, 2) for rank in (0, 1)] == [
+        {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"} for rank in (0, 1)
+    ]
+
+
+def ranks_by_agents(tmp_path, work):
+    """Runs `work` on four ranks of two agents; returns the status and what the ranks noted."""
+    (tmp_path / "rank_of_agent.py").write_text(f"import os, sys, time\nfrom pathlib import Path\n{work}\n")
+    code = (
+        "import sys\nfrom benchmarks import preloaded\n"
+        f"preloaded.fresh = lambda arguments: ('rank_of_agent', {str(tmp_path)!r})\n"
+        "sys.exit(preloaded.run_agents(4, []))"
+    )
+    environment = os.environ | {"BENCHMARK_HOSTS": "2", "PYTHONPATH": f"{tmp_path}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    status = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=ROOT, timeout=120, check=False
+    ).returncode
+    return status, {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+
+
+def test_two_agents_of_torchrun_start_the_ranks_of_two_hosts(tmp_path):
+    noted = "{name: os.environ[name] for name in ('LOCAL_RANK', 'WORLD_SIZE', 'MASTER_PORT', 'NCCL_HOSTID')}"
+    status, ranks = ranks_by_agents(
+        tmp_path, f"import json\nPath(sys.argv[1], os.environ['RANK'] + '.json').write_text(json.dumps({noted}))"
+    )
+    assert status == 0
+    assert sorted(ranks) == ["0", "1", "2", "3"]
+    assert [ranks[rank]["LOCAL_RANK"] for rank in "0123"] == ["0", "1", "0", "1"]
+    assert [ranks[rank]["NCCL_HOSTID"] for rank in "0123"] == ["pretended-0"] * 2 + ["pretended-1"] * 2
+    assert len({ranks[rank]["MASTER_PORT"] for rank in "0123"}) == 1
+    assert {ranks[rank]["WORLD_SIZE"] for rank in "0123"} == {"4"}
+
+
+def test_an_agent_that_fails_ends_the_other(tmp_path):
+    status, _ = ranks_by_agents(tmp_path, "if os.environ['RANK'] == '3': sys.exit(5)\ntime.sleep(100)")
+    assert status == 1  # torchrun's
+
+
+def test_without_a_server_the_agents_start_the_ranks(monkeypatch):
+    monkeypatch.setattr(preloaded, "PATIENCE", 0.0)
+    monkeypatch.setattr(preloaded, "run_agents", lambda ranks, arguments: (ranks, arguments))
+    assert preloaded.run("/no/socket", 4, ["script.py"]) == (4, ["script.py"])
+
+
+@pytest.mark.parametrize(
+    ("name", "log", "status"),
+    [
+        ("cp4_2x2_p1", TWO_BY_TWO, 0),
+        ("older_cp4_2x2_p95", TWO_BY_TWO, 0),
+        ("cp4_2x2_p1", FLAT, 1),
+        ("cp4_flat_p1", FLAT, 0),
+        ("cp4_flat_p1", "", 1),
+        ("dp2_cp2_p95", "> megatron_mtraining: flat ring, inner size 2 (why), 1 communicators made", 0),
+        ("dense_cp4", "", 0),
+    ],
+)
+def test_a_run_with_other_rings_than_it_is_about_has_failed(name, log, status, tmp_path):
+    path = tmp_path / f"{name}.log"
+    path.write_text(f"{log}\n{LINE.format(1, '2.0E+00')}\n")
+    result = outcome(Run(name, "four", ("true",)), path, 0, 1.0)
+    assert megatron_four.judge(result, tmp_path)["status"] == status
+
+
+def result(name, kind, *loss, norms=(2.0, 2.0), **more):
+    return {"name": name, "kind": kind, "status": 0, "seconds": 9.0, "steps": [1, 2], "ms": [9.0, 9.0],
+            "loss": list(loss), "grad_norm": list(norms), "variables": {}} | more  # fmt: skip
+
+
+def test_the_page_has_every_run_beside_that_of_one_gpu():
+    pretended = {
+        "variables": {"BENCHMARK_HOSTS": "2"},
+        "ring": "hierarchical ring, inner size 2 (why), 2 communicators made",
+    }
+    runs = [
+        result("one_dense", "small", 6.0, 5.0),
+        result("one_p1", "small", 6.0, 5.0625),
+        result("cp4_2x2_p1", "four", 6.0, 5.125, norms=(2.0, 2.5), **pretended),
+        result("dense_cp4", "four", 6.25, 5.0),
+        result("tp2_cp2_p95", "four", 6.0, 5.0),
+    ]
+    page = megatron_report.report({run["name"]: run for run in runs})
+    assert "## Loss curves" not in page and "## Combinations" not in page and "## One long" not in page
+    rows = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
+    assert rows["one_dense"].endswith("| one | 1 ... 2 | 6.00000 | 5.00000 |  |  |  |")
+    assert rows["one_p1"].endswith("| `one_dense` | 6.2e-02 | 0.0e+00 |")
+    where = "hierarchical ring, inner size 2 (why), 2 communicators made | four on 2 pretended hosts that share GPUs"
+    assert f"| ran | {where} | 1 ... 2 | 6.00000 | 5.12500 | `one_p1` | 6.2e-02 | 2.5e-01 |" in rows["cp4_2x2_p1"]
+    assert "| four, a GPU each |" in rows["dense_cp4"] and rows["dense_cp4"].endswith(
+        "| `one_dense` | 2.5e-01 | 0.0e+00 |"
+    )
+    assert rows["tp2_cp2_p95"].endswith("| 6.00000 | 5.00000 |  |  |  |")  # the run of one GPU is missing
