@@ -16,8 +16,24 @@ from pathlib import Path
 from typing import Any
 
 from . import hosts, megatron_single
-from .megatron_runs import CP2, DRAWN, LOAD_DRAWN, OURS, P1, P95, SMALL, SPARSE, SPEED_STEPS, START_DRAWN, TE, TP2
-from .megatron_single import DENSE, Single, parse, run_groups
+from .megatron_runs import (
+    CP2,
+    DRAWN,
+    EXPERTS,
+    LOAD,
+    LOAD_DRAWN,
+    OURS,
+    P1,
+    P95,
+    SAVE,
+    SMALL,
+    SPARSE,
+    SPEED_STEPS,
+    START_DRAWN,
+    TE,
+    TP2,
+)
+from .megatron_single import DENSE, LONGER, Single, parse, run_groups
 from .run_pool import Run
 
 RANKS = 4
@@ -64,9 +80,39 @@ def four_runs() -> dict[str, str]:
     return {**ours, **DENSE_RUNS, "older_cp4_2x2_p95": ours["cp4_2x2_p95"]}
 
 
-def reference_of(name: str) -> str:
-    """The run of one GPU that a run is compared with."""
-    return "one_dense" if name.startswith(("dense_", "one_")) else f"one_{name.rpartition('_')[2]}"
+def more_runs() -> dict[str, str]:
+    """What else is to work on four ranks: name -> options."""
+    two_by_two, p95 = four_runs()["cp4_2x2_p95"], SHARES["p95"]
+    fits = "--make-vocab-size-divisible-by 64"  # per rank: 384 as on one
+    return {
+        "saved_cp4_2x2_p1": f"{four_runs()['cp4_2x2_p1']} {LONGER} 5 {SAVE} OUT/from_four",
+        "packed_cp4_2x2": f"{two_by_two} --mock-data",
+        "resumed_tp2_cp2_p1": f"{SHARES['p1']} {TP2} {CP2} {fits} {LONGER} 10 {LOAD} OUT/from_four",
+        "interleaved_pp2_cp2_p95": f"{p95} {SPLITS['pp2_cp2']} --num-layers-per-virtual-pipeline-stage 1",
+        "full_recompute_cp4_2x2_p95": (
+            f"{two_by_two} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+        ),
+        "zigzag_cp4_2x2_p95": f"{two_by_two} --mtraining-layout zigzag",
+        "mtp_cp4_2x2": f"{two_by_two} --mtp-num-layers 1",
+        "dp2_ep2_cp2": f"{p95} {CP2} {EXPERTS} --expert-model-parallel-size 2",
+    }
+
+
+AFTER = {"resumed_tp2_cp2_p1": "saved_cp4_2x2_p1"}
+ONE_LONGER = {"one_longer": f"{SHARES['p1']} {LONGER} 10"}
+LONGER_RUNS = {"saved_cp4_2x2_p1", "resumed_tp2_cp2_p1"}
+
+
+def reference_of(name: str) -> str | None:
+    """The run of one GPU, of the same model on the same data, that a run is compared with; None if there is none."""
+    if name in LONGER_RUNS:
+        return "one_longer"
+    if name in ("one_dense", "one_longer"):
+        return None
+    if name.startswith(("dense_", "one_")):
+        return "one_dense"
+    share = name.rpartition("_")[2]
+    return f"one_{share}" if share in SHARES else None
 
 
 def variables(four: Single) -> dict[str, str]:
@@ -75,9 +121,12 @@ def variables(four: Single) -> dict[str, str]:
 
 
 def one(four: Single) -> Iterator[Run]:
-    """The runs of one GPU, two on each at a time, and the weights that it draws."""
+    """The runs of one GPU, and the weights that it draws."""
+    yield from _on_one(four, {SMALL_DRAWN: DRAWN.replace("OUT/drawn", f"OUT/{SMALL_DRAWN}"), **ONE})
+
+
+def _on_one(four: Single, words: dict[str, str]) -> Iterator[Run]:
     single = replace(four, ranks=1, hosts=1)
-    words = {SMALL_DRAWN: DRAWN.replace("OUT/drawn", f"OUT/{SMALL_DRAWN}"), **ONE}
     for number, (name, own) in enumerate(words.items()):
         chosen = variables(single) | {"CUDA_VISIBLE_DEVICES": str(number % 2)}
         yield Run(name, "small", single.start(name, f"{SMALL} {own}"), chosen)
@@ -85,10 +134,20 @@ def one(four: Single) -> Iterator[Run]:
 
 def splits(four: Single) -> Iterator[Run]:
     """A few steps of each way to share the work."""
-    for name, own in four_runs().items():
+    yield from _on_four(four, four_runs())
+
+
+def more(four: Single) -> Iterator[Run]:
+    """A few steps of what else is to work, and of one GPU."""
+    yield from _on_one(four, ONE_LONGER)
+    yield from _on_four(four, more_runs())
+
+
+def _on_four(four: Single, runs: dict[str, str]) -> Iterator[Run]:
+    for name, own in runs.items():
         words = f"{SMALL} {own}".replace("OUT/drawn", f"OUT/{SMALL_DRAWN}")
         command = four.start(name, words, by_agents=name in BY_AGENTS)
-        after = SMALL_DRAWN if LOAD_DRAWN in own else None
+        after = SMALL_DRAWN if LOAD_DRAWN in own else AFTER.get(name)
         yield Run(name, "four", command, variables(four), timeout=100, after=after)
 
 
@@ -104,9 +163,9 @@ def speed(four: Single) -> Iterator[Run]:
 def judge(result: dict[str, Any], logs: Path) -> dict[str, Any]:
     """As `megatron_single.judge`; the plugin must have formed the rings that a run is about, too."""
     result = megatron_single.judge(result, logs)
-    name = result["name"].removeprefix("older_")
+    name = result["name"]
     if result["kind"] == "four" and not name.startswith("dense_"):
-        expected = RINGS.get(name.rpartition("_")[0], RING_OF_2)
+        expected = next((ring for split, ring in RINGS.items() if split in name), RING_OF_2)
         result["status"] = result["status"] or int(not result.get("ring", "").startswith(expected))
     return result
 
@@ -118,7 +177,9 @@ def hosts_for(gpus: int) -> int:
     return 1 if gpus >= RANKS else 2
 
 
-GROUPS = {"one": one, "splits": splits, "speed": speed}
+NAMES = (*ONE, *ONE_LONGER, *four_runs(), *more_runs())
+"""Of all runs that are reported beside one GPU, in order."""
+GROUPS = {"one": one, "splits": splits, "more": more, "speed": speed}
 
 
 def main() -> None:

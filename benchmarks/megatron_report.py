@@ -105,7 +105,7 @@ def report(runs: dict[str, dict[str, Any]]) -> str:
             _remark(name, run),
         ]
         for name, run in sorted(runs.items(), key=_place)
-        if run["kind"] in ("check", "small") and name not in megatron_four.ONE
+        if run["kind"] in ("check", "small") and name not in megatron_four.NAMES
     ]
     if checked:
         parts += ["## Combinations", table(("run", "", "Megatron-LM", "steps", "last loss", ""), checked)]
@@ -158,7 +158,7 @@ def curves(runs: dict[str, dict[str, Any]]) -> list[str]:
 
 def four_ranks(runs: dict[str, dict[str, Any]]) -> list[str]:
     """The part about four ranks: each run beside that of one GPU from the same weights."""
-    rows = [_beside_one(name, runs) for name in (*megatron_four.ONE, *megatron_four.four_runs()) if name in runs]
+    rows = [_beside_one(name, runs) for name in megatron_four.NAMES if name in runs]
     if not rows:
         return []
     head = ("run", "", "ring", "ranks", "steps", "first loss", "last", "distance from", "loss", "gradient norm")
@@ -174,12 +174,14 @@ def _beside_one(name: str, runs: dict[str, dict[str, Any]]) -> list[str]:
     run, reference = runs[name], megatron_four.reference_of(name)
     row = [f"`{name}`", ended(run), run.get("ring", ""), ranks_of(run), _steps(run)]
     row += [_number(run["loss"], 0), _number(run["loss"], -1)]
-    if reference not in runs or reference == name:
+    if reference not in runs:
         return [*row, "", "", ""]
-    gap = difference(run, runs[reference])
-    pairs = zip(run["grad_norm"], runs[reference]["grad_norm"], strict=False)
-    norms = [abs(one / other - 1) for one, other in pairs if one is not None and other]
-    return [*row, f"`{reference}`", f"{gap['largest']:.1e}" if gap else "", f"{max(norms):.1e}" if norms else ""]
+    other = runs[reference]
+    both = [(run["steps"].index(step), other["steps"].index(step)) for step in run["steps"] if step in other["steps"]]
+    values = {what: [(run[what][one], other[what][two]) for one, two in both] for what in ("loss", "grad_norm")}
+    losses = [abs(one - two) for one, two in values["loss"] if one is not None and two is not None]
+    norms = [abs(one / two - 1) for one, two in values["grad_norm"] if one is not None and two]
+    return [*row, f"`{reference}`", *(f"{max(gaps):.1e}" if gaps else "" for gaps in (losses, norms))]
 
 
 def ranks_of(run: dict[str, Any]) -> str:

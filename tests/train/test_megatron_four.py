@@ -52,18 +52,31 @@ def test_every_way_to_share_the_work_has_four_ranks_and_a_run_of_one_gpu_beside_
             assert "--mtraining-ring" not in words
     assert value(runs["cp4_flat_p1"], "--mtraining-ring") == "flat"
     assert megatron_four.reference_of("older_cp4_2x2_p95") == "one_p95"
+    assert megatron_four.reference_of("mtp_cp4_2x2") is None  # another model
     assert str(four.options.older / "pretrain_gpt.py") in runs["older_cp4_2x2_p95"].command
 
 
 def test_ranks_that_draw_their_own_weights_load_those_of_one_gpu(four, tmp_path):
-    for run in megatron_four.splits(four):
-        loads = run.name.startswith(("tp2", "pp2", "dense_tp2"))
+    for run in (*megatron_four.splits(four), *megatron_four.more(four)):
+        if run.name in megatron_four.LONGER_RUNS:
+            continue
+        loads = run.name.startswith(("tp2", "pp2", "dense_tp2", "interleaved_pp2"))
         assert (run.after == "drawn_small") == loads == ("--load" in run.command)
         if loads:
             assert value(run, "--load") == f"{tmp_path}/drawn_small"
             assert value(run, "--make-vocab-size-divisible-by") == ("64" if "tp2" in run.name else "128")
     drawn = next(megatron_four.one(four))
     assert (drawn.name, value(drawn, "--save"), value(drawn, "--lr")) == ("drawn_small", f"{tmp_path}/drawn_small", "0")
+
+
+def test_a_checkpoint_of_four_ranks_goes_on_in_another_split(four):
+    runs = {run.name: run for run in megatron_four.more(four)}
+    saved, resumed = runs["saved_cp4_2x2_p1"], runs["resumed_tp2_cp2_p1"]
+    assert resumed.after == saved.name
+    assert value(saved, "--save") == value(resumed, "--load")
+    assert (value(saved, "--exit-interval"), value(resumed, "--exit-interval")) == ("5", "10")
+    assert value(runs["one_longer"], "--exit-interval") == "10"
+    assert {megatron_four.reference_of(run.name) for run in (saved, resumed)} == {"one_longer"}
 
 
 def test_runs_of_one_gpu_are_on_no_pretended_host(four):
@@ -179,6 +192,8 @@ def test_the_page_has_every_run_beside_that_of_one_gpu():
         result("cp4_2x2_p1", "four", 6.0, 5.125, norms=(2.0, 2.5), **pretended),
         result("dense_cp4", "four", 6.25, 5.0),
         result("tp2_cp2_p95", "four", 6.0, 5.0),
+        result("one_longer", "small", 6.0, 5.0),
+        result("resumed_tp2_cp2_p1", "four", 5.25, 4.0, steps=[2, 3]),
     ]
     page = megatron_report.report({run["name"]: run for run in runs})
     assert "## Loss curves" not in page and "## Combinations" not in page and "## One long" not in page
@@ -191,3 +206,4 @@ def test_the_page_has_every_run_beside_that_of_one_gpu():
         "| `one_dense` | 2.5e-01 | 0.0e+00 |"
     )
     assert rows["tp2_cp2_p95"].endswith("| 6.00000 | 5.00000 |  |  |  |")  # the run of one GPU is missing
+    assert rows["resumed_tp2_cp2_p1"].endswith("| `one_longer` | 2.5e-01 | 0.0e+00 |")  # over the step that both have
