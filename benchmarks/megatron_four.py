@@ -33,7 +33,7 @@ from .megatron_runs import (
     TE,
     TP2,
 )
-from .megatron_single import DENSE, LONGER, Single, parse, run_groups
+from .megatron_single import CURVE, DENSE, LONGER, Single, parse, run_groups
 from .run_pool import Run
 
 RANKS = 4
@@ -62,6 +62,12 @@ ONE = {"one_dense": DENSE, "one_dense_again": DENSE, **{f"one_{share}": words fo
 """One GPU, the same weights and batches."""
 BY_AGENTS = {"cp4_2x2_p95"}  # the others are forked
 SMALL_DRAWN = "drawn_small"
+
+CURVES = {
+    "p1_cp4_2x2": f"{SHARES['p1']} {SPLITS['cp4_2x2']}",
+    "p95_cp4_2x2": f"{SHARES['p95']} {SPLITS['cp4_2x2']}",
+}
+"""50 steps of the larger model, as the curves of `megatron_runs`."""
 
 BEGINS_DENSE = f"{TE} {SPARSE} --mtraining-dense-steps 6 --mtraining-log none"
 SPEED = {
@@ -151,6 +157,13 @@ def _on_four(four: Single, runs: dict[str, str]) -> Iterator[Run]:
         yield Run(name, "four", command, variables(four), timeout=100, after=after)
 
 
+def curves(four: Single) -> Iterator[Run]:
+    """50 steps, 32,768 tokens each."""
+    for name, own in CURVES.items():
+        command = four.start(name, f"{CURVE} {own} --mtraining-log no-recall")
+        yield Run(name, "curve", command, variables(four), timeout=400)
+
+
 def speed(four: Single) -> Iterator[Run]:
     """Steps of one long sequence; each run has the GPUs to itself."""
     if four.hosts > 1:
@@ -164,7 +177,7 @@ def judge(result: dict[str, Any], logs: Path) -> dict[str, Any]:
     """As `megatron_single.judge`; the plugin must have formed the rings that a run is about, too."""
     result = megatron_single.judge(result, logs)
     name = result["name"]
-    if result["kind"] == "four" and not name.startswith("dense_"):
+    if result["kind"] in ("four", "curve") and not name.startswith("dense_"):
         expected = next((ring for split, ring in RINGS.items() if split in name), RING_OF_2)
         result["status"] = result["status"] or int(not result.get("ring", "").startswith(expected))
     return result
@@ -179,7 +192,7 @@ def hosts_for(gpus: int) -> int:
 
 NAMES = (*ONE, *ONE_LONGER, *four_runs(), *more_runs())
 """Of all runs that are reported beside one GPU, in order."""
-GROUPS = {"one": one, "splits": splits, "more": more, "speed": speed}
+GROUPS = {"one": one, "splits": splits, "more": more, "curves": curves, "speed": speed}
 
 
 def main() -> None:

@@ -15,9 +15,9 @@ from typing import Any
 
 from . import megatron_four, megatron_runs, megatron_single
 from .hosts import HOSTS
-from .megatron_runs import CURVES
 from .preloaded import GATE
 
+CURVES = (*megatron_runs.CURVES, *megatron_four.CURVES)
 DENSE = ("dense", "dense_again", "dense_third", "dense_cp2", "dense_tp2")
 """Runs of the same thing, on one GPU and two: their distances from each other are the noise."""
 PAIRS = (
@@ -28,6 +28,8 @@ PAIRS = (
     ("p1_tp2", "dense_tp2"),
     ("p95_cp2", "p95"),
     ("p95_tp2", "p95"),
+    ("p1_cp4_2x2", "p1"),
+    ("p95_cp4_2x2", "p95"),
 )
 
 
@@ -253,7 +255,7 @@ def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
 def style_of(name: str) -> dict[str, Any]:
     """The line of a curve: the colour says what attention, the dashes how many GPUs and how they split."""
     kind = name.split("_", maxsplit=1)[0]
-    dashes = {"cp2": (5, 1.5), "tp2": (1, 1)}.get(name.rpartition("_")[2], (None, None))
+    dashes = {"cp2": (5, 1.5), "tp2": (1, 1), "2x2": (5, 1, 1, 1)}.get(name.rpartition("_")[2], (None, None))
     return {"color": {"dense": "0.35", "p1": "tab:blue", "p95": "tab:red"}[kind], "dashes": dashes, "linewidth": 1.2}
 
 

@@ -79,6 +79,18 @@ def test_a_checkpoint_of_four_ranks_goes_on_in_another_split(four):
     assert {megatron_four.reference_of(run.name) for run in (saved, resumed)} == {"one_longer"}
 
 
+def test_curves_are_of_the_larger_model_and_reported_with_the_others(four):
+    runs = {run.name: run for run in megatron_four.curves(four)}
+    assert {(value(run, "--train-iters"), value(run, "--num-layers")) for run in runs.values()} == {("50", "14")}
+    assert {run.variables["BENCHMARK_HOSTS"] for run in runs.values()} == {"2"}
+    assert all(value(run, "--hierarchical-context-parallel-sizes", 2) == ["2", "2"] for run in runs.values())
+    beside = {"p1": result("p1", "single", 6.0, 5.0), "p1_cp4_2x2": result("p1_cp4_2x2", "curve", 6.0, 5.5)}
+    page = megatron_report.report(beside)
+    assert "| `p1_cp4_2x2` - `p1` | 2 | 5.00e-01 | 2.50e-01 |" in page
+    assert "## Four ranks" not in page
+    assert megatron_report.style_of("p95_cp4_2x2")["dashes"] != megatron_report.style_of("p95_cp2")["dashes"]
+
+
 def test_runs_of_one_gpu_are_on_no_pretended_host(four):
     runs = list(megatron_four.one(four))
     assert {run.variables["CUDA_VISIBLE_DEVICES"] for run in runs} == {"0", "1"}
