@@ -34,8 +34,8 @@ def value(run, option, count=1):
 
 def test_every_way_to_share_the_work_has_four_ranks_and_a_run_of_one_gpu_beside_it(four):
     runs = {run.name: run for run in megatron_four.splits(four)}
-    assert list(runs)[:2] == ["cp4_2x2_p95", "cp4_2x2_p1"]
-    assert {f"{split}_{share}" for split in megatron_four.SPLITS for share in ("p1", "p95")} < set(runs)
+    assert list(runs)[:2] == ["cp4_2x2_capped", "cp4_flat_capped"]
+    assert {f"{split}_{share}" for split in megatron_four.SPLITS for share in ("capped", "p95", "p1")} < set(runs)
     beside = {run.name for run in megatron_four.one(four)}
     for name, run in runs.items():
         words = run.command
