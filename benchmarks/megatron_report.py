@@ -163,10 +163,22 @@ def four_ranks(runs: dict[str, dict[str, Any]]) -> list[str]:
     rows = [_beside_one(name, runs) for name in megatron_four.NAMES if name in runs]
     if not rows:
         return []
-    head = ("run", "", "ring", "ranks", "steps", "first loss", "last", "distance from", "loss", "gradient norm")
+    head = (
+        "run",
+        "",
+        "ranks",
+        "ring",
+        "density",
+        "steps",
+        "first loss",
+        "last",
+        "distance from",
+        "loss",
+        "gradient norm",
+    )
     said = (
         "Distance from a run of one GPU that begins with the same weights: the largest of all steps, of the loss "
-        "(nats a byte) and of the gradient's norm (relative)."
+        "(nats a byte) and of the gradient's norm (relative). Pretended hosts share GPUs. Density: of the last step."
     )
     return ["## Four ranks", said, table(head, rows)]
 
@@ -174,7 +186,8 @@ def four_ranks(runs: dict[str, dict[str, Any]]) -> list[str]:
 def _beside_one(name: str, runs: dict[str, dict[str, Any]]) -> list[str]:
     """A row of the table of four ranks."""
     run, reference = runs[name], megatron_four.reference_of(name)
-    row = [f"`{name}`", ended(run), run.get("ring", ""), ranks_of(run), _steps(run)]
+    density = f"{run['density']:.2f}" if "density" in run else ""
+    row = [f"`{name}`", ended(run), ranks_of(run), run.get("ring", "").partition(" (")[0], density, _steps(run)]
     row += [_number(run["loss"], 0), _number(run["loss"], -1)]
     if reference not in runs:
         return [*row, "", "", ""]
@@ -191,7 +204,7 @@ def ranks_of(run: dict[str, Any]) -> str:
     if run["kind"] != "four":
         return "one"
     count = run.get("variables", {}).get(HOSTS)
-    return f"four on {count} pretended hosts that share GPUs" if count else "four, a GPU each"
+    return f"four on {count} pretended hosts" if count else "four, a GPU each"
 
 
 def _older(name: str, run: dict[str, Any]) -> bool:

@@ -24,6 +24,7 @@ VALUES = {
     "grad_norm": re.compile(r"grad norm: ([-+\d.Ena]+)"),
 }
 RING = re.compile(r"> megatron_mtraining: ((?:flat|hierarchical) ring, .* communicators made)")
+DENSITY = re.compile(r"\| density: ([\d.]+)")
 VALIDATION = re.compile(r"validation loss at .*?lm loss value: ([-+\d.Ena]+)")
 LIMITS = {"curve": 2, "check": 5, "single": 6, "alone": 1, "gated": 3, "small": 8, "four": 4}
 """Most runs of each kind at a time."""
@@ -153,7 +154,9 @@ def _may_start(run: Run, running: Sequence[_Started], since_last: float) -> bool
 
 
 def read_log(path: Path) -> dict[str, Any]:
-    """What Megatron logged by step: `steps`, `ms`, `loss`, `grad_norm`; the last validation loss and the `ring`, if any."""
+    """What Megatron logged by step: `steps`, `ms`, `loss`, `grad_norm`; if any, the `ring`, the last density and the last
+    validation loss.
+    """
     found: dict[str, Any] = {"steps": [], "ms": [], **{name: [] for name in VALUES}}
     for line in path.read_text(errors="replace").splitlines():
         match = ITERATION.search(line)
@@ -163,6 +166,9 @@ def read_log(path: Path) -> dict[str, Any]:
             for name, pattern in VALUES.items():
                 value = pattern.search(line)
                 found[name].append(float(value[1]) if value else None)
+            density = DENSITY.search(line)
+            if density:
+                found["density"] = float(density[1])
         ring = RING.search(line)
         if ring:
             found["ring"] = ring[1]

@@ -14,7 +14,7 @@ from benchmarks import hosts, megatron_four, megatron_report, megatron_runs, meg
 from benchmarks.run_pool import Run, outcome
 
 ROOT = Path(__file__).parents[2]
-LINE = "iteration {}/ 5 | elapsed time per iteration (ms): 1.0 | lm loss: {} | grad norm: 2.0 |"
+LINE = "iteration 1/ 5 | elapsed time per iteration (ms): 1.0 | lm loss: 2.0E+00 | grad norm: 2.0 | density: 0.5140 (layers"
 TWO_BY_TWO = "> megatron_mtraining: hierarchical ring, inner size 2 (asked for), 2 communicators made"
 FLAT = "> megatron_mtraining: flat ring, inner size 4 (asked for), 1 communicators made"
 
@@ -183,8 +183,9 @@ def test_without_a_server_the_agents_start_the_ranks(monkeypatch):
 )
 def test_a_run_with_other_rings_than_it_is_about_has_failed(name, log, status, tmp_path):
     path = tmp_path / f"{name}.log"
-    path.write_text(f"{log}\n{LINE.format(1, '2.0E+00')}\n")
+    path.write_text(f"{log}\n{LINE}\n")
     result = outcome(Run(name, "four", ("true",)), path, 0, 1.0)
+    assert result["density"] == 0.514
     assert megatron_four.judge(result, tmp_path)["status"] == status
 
 
@@ -197,6 +198,7 @@ def test_the_page_has_every_run_beside_that_of_one_gpu():
     pretended = {
         "variables": {"BENCHMARK_HOSTS": "2"},
         "ring": "hierarchical ring, inner size 2 (why), 2 communicators made",
+        "density": 0.514,
     }
     runs = [
         result("one_dense", "small", 6.0, 5.0),
@@ -210,9 +212,9 @@ def test_the_page_has_every_run_beside_that_of_one_gpu():
     page = megatron_report.report({run["name"]: run for run in runs})
     assert "## Loss curves" not in page and "## Combinations" not in page and "## One long" not in page
     rows = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
-    assert rows["one_dense"].endswith("| one | 1 ... 2 | 6.00000 | 5.00000 |  |  |  |")
+    assert rows["one_dense"].endswith("| one |  |  | 1 ... 2 | 6.00000 | 5.00000 |  |  |  |")
     assert rows["one_p1"].endswith("| `one_dense` | 6.2e-02 | 0.0e+00 |")
-    where = "hierarchical ring, inner size 2 (why), 2 communicators made | four on 2 pretended hosts that share GPUs"
+    where = "four on 2 pretended hosts | hierarchical ring, inner size 2 | 0.51"
     assert f"| ran | {where} | 1 ... 2 | 6.00000 | 5.12500 | `one_p1` | 6.2e-02 | 2.5e-01 |" in rows["cp4_2x2_p1"]
     assert "| four, a GPU each |" in rows["dense_cp4"] and rows["dense_cp4"].endswith(
         "| `one_dense` | 2.5e-01 | 0.0e+00 |"
