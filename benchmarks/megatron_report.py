@@ -285,6 +285,7 @@ def main() -> None:
     parser.add_argument("--name", required=True, help="of the results in benchmarks/results")
     parser.add_argument("--title", default="Training with Megatron-LM", help="of the page")
     parser.add_argument("--note", type=Path, help="a file with what to say first")
+    parser.add_argument("--beside", type=Path, help="a stored .json whose loss curves these are compared with")
     parser.add_argument("--plot", type=Path, help="draw the loss curves into this picture")
     options = parser.parse_args()
     runs = read(options.runs)
@@ -292,6 +293,9 @@ def main() -> None:
     kept = [without_paths(run) for run in runs.values()]
     (results / f"{options.name}.json").write_text("[\n" + ",\n".join(map(json.dumps, kept)) + "\n]\n")
     note = options.note.read_text() if options.note else ""
+    if options.beside:
+        stored = json.loads(options.beside.read_text())
+        runs = {run["name"]: run for run in stored if run["name"] in CURVES} | runs
     (results / f"{options.name}.md").write_text(f"# {options.title}\n\n{note}\n{report(runs)}")
     if options.plot:
         plot(runs, options.plot)

@@ -91,6 +91,20 @@ def test_curves_are_of_the_larger_model_and_reported_with_the_others(four):
     assert megatron_report.style_of("p95_cp4_2x2")["dashes"] != megatron_report.style_of("p95_cp2")["dashes"]
 
 
+def test_stored_curves_are_compared_with_and_not_kept(tmp_path, monkeypatch):
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    Path("runs.jsonl").write_text(json.dumps(result("p1_cp4_2x2", "curve", 6.0, 5.5)))
+    Path("stored.json").write_text(
+        json.dumps([result("p1", "single", 6.0, 5.0), result("speed_dense", "gated", 3.0, 3.0)])
+    )
+    monkeypatch.setattr(sys, "argv", "megatron_report runs.jsonl --name new --beside stored.json".split())
+    megatron_report.main()
+    page = Path("benchmarks/results/new.md").read_text()
+    assert "| `p1_cp4_2x2` - `p1` | 2 | 5.00e-01 |" in page and "speed_dense" not in page
+    assert [run["name"] for run in json.loads(Path("benchmarks/results/new.json").read_text())] == ["p1_cp4_2x2"]
+
+
 def test_runs_of_one_gpu_are_on_no_pretended_host(four):
     runs = list(megatron_four.one(four))
     assert {run.variables["CUDA_VISIBLE_DEVICES"] for run in runs} == {"0", "1"}
