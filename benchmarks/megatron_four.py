@@ -22,6 +22,7 @@ from .megatron_runs import (
     EXPERTS,
     LOAD,
     LOAD_DRAWN,
+    LOCAL,
     OURS,
     P1,
     P95,
@@ -65,6 +66,11 @@ DENSE_RUNS = {
 """Transformer Engine's context parallelism, flat and its own hierarchical one (heads within the inner group, ring outside)."""
 ONE = {"one_dense": DENSE, "one_dense_again": DENSE, **{f"one_{share}": words for share, words in SHARES.items()}}
 """One GPU, the same weights and batches."""
+NOISE = {
+    "one_capped_local": SHARES["capped"].replace(TE, LOCAL),
+    "one_capped_pairs": f"{SHARES['capped']} --micro-batch-size 2",
+}
+"""What a change of rounding alone does on one GPU: another implementation of the layers, two sequences at a time."""
 BY_AGENTS = {"cp4_2x2_capped", "cp4_2x2_p95"}  # the others are forked
 SMALL_DRAWN = "drawn_small"
 
@@ -120,6 +126,8 @@ def reference_of(name: str) -> str | None:
         return "one_longer"
     if name in ("one_dense", "one_longer"):
         return None
+    if name in NOISE:
+        return "one_capped"
     if name.startswith(("dense_", "one_")):
         return "one_dense"
     share = name.rpartition("_")[2]
@@ -133,7 +141,7 @@ def variables(four: Single) -> dict[str, str]:
 
 def one(four: Single) -> Iterator[Run]:
     """The runs of one GPU, and the weights that it draws."""
-    yield from _on_one(four, {SMALL_DRAWN: DRAWN.replace("OUT/drawn", f"OUT/{SMALL_DRAWN}"), **ONE})
+    yield from _on_one(four, {SMALL_DRAWN: DRAWN.replace("OUT/drawn", f"OUT/{SMALL_DRAWN}"), **ONE, **NOISE})
 
 
 def _on_one(four: Single, words: dict[str, str]) -> Iterator[Run]:
@@ -195,7 +203,7 @@ def hosts_for(gpus: int) -> int:
     return 1 if gpus >= RANKS else 2
 
 
-NAMES = (*ONE, *ONE_LONGER, *four_runs(), *more_runs())
+NAMES = (*ONE, *NOISE, *ONE_LONGER, *four_runs(), *more_runs())
 """Of all runs that are reported beside one GPU, in order."""
 GROUPS = {"one": one, "splits": splits, "more": more, "curves": curves, "speed": speed}
 

@@ -53,6 +53,10 @@ def test_every_way_to_share_the_work_has_four_ranks_and_a_run_of_one_gpu_beside_
     assert value(runs["cp4_flat_p1"], "--mtraining-ring") == "flat"
     assert megatron_four.reference_of("older_cp4_2x2_p95") == "one_p95"
     assert megatron_four.reference_of("mtp_cp4_2x2") is None  # another model
+    assert (
+        value(next(run for run in megatron_four.one(four) if run.name == "one_capped_local"), "--transformer-impl")
+        == "local"
+    )
     assert str(four.options.older / "pretrain_gpt.py") in runs["older_cp4_2x2_p95"].command
 
 
