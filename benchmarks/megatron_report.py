@@ -192,7 +192,9 @@ def _beside_one(name: str, runs: dict[str, dict[str, Any]]) -> list[str]:
     if reference not in runs:
         return [*row, "", "", ""]
     other = runs[reference]
-    both = [(run["steps"].index(step), other["steps"].index(step)) for step in run["steps"] if step in other["steps"]]
+    places = [(run["steps"].index(step), other["steps"].index(step)) for step in run["steps"] if step in other["steps"]]
+    # As the second step of a process Megatron (main) logs the mean of its first two: no other step compares with that.
+    both = [(one, two) for one, two in places if (one == 1) == (two == 1)]
     values = {what: [(run[what][one], other[what][two]) for one, two in both] for what in ("loss", "grad_norm")}
     losses = [abs(one - two) for one, two in values["loss"] if one is not None and two is not None]
     norms = [abs(one / two - 1) for one, two in values["grad_norm"] if one is not None and two]

@@ -224,8 +224,8 @@ def test_the_page_has_every_run_beside_that_of_one_gpu():
         result("cp4_2x2_p1", "four", 6.0, 5.125, norms=(2.0, 2.5), **pretended),
         result("dense_cp4", "four", 6.25, 5.0),
         result("tp2_cp2_p95", "four", 6.0, 5.0),
-        result("one_longer", "small", 6.0, 5.0),
-        result("resumed_tp2_cp2_p1", "four", 5.25, 4.0, steps=[2, 3]),
+        result("one_longer", "small", 6.0, 5.5, 5.0, 4.5, norms=[2.0] * 4, steps=[1, 2, 3, 4]),
+        result("resumed_tp2_cp2_p1", "four", 5.25, 4.0, steps=[3, 4]),
     ]
     page = megatron_report.report({run["name"]: run for run in runs})
     assert "## Loss curves" not in page and "## Combinations" not in page and "## One long" not in page
@@ -238,4 +238,6 @@ def test_the_page_has_every_run_beside_that_of_one_gpu():
         "| `one_dense` | 2.5e-01 | 0.0e+00 |"
     )
     assert rows["tp2_cp2_p95"].endswith("| 6.00000 | 5.00000 |  |  |  |")  # the run of one GPU is missing
-    assert rows["resumed_tp2_cp2_p1"].endswith("| `one_longer` | 2.5e-01 | 0.0e+00 |")  # over the step that both have
+    assert rows["resumed_tp2_cp2_p1"].endswith(
+        "| `one_longer` | 2.5e-01 | 0.0e+00 |"
+    )  # not over the mean of steps 3 and 4
