@@ -4,7 +4,7 @@
 
 Context parallelism over four ranks, in a flat ring and in inner rings of two, and over two with two ways of tensor, pipeline
 and data parallelism; beside each the run of one GPU from the same weights. With four GPUs the ranks are on one host;
-with two (or three) on two pretended hosts that share them (`benchmarks.hosts`): the values count then, times mean nothing,
+with two (or three) on two pretended hosts that share them (`benchmarks.run_hosts`): the values count then, times mean nothing,
 and the group `speed` is left out. Models, options and results are those of `benchmarks.megatron_runs`.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import hosts, megatron_single
+from . import megatron_single, run_hosts
 from .megatron_runs import (
     CP2,
     DRAWN,
@@ -136,7 +136,7 @@ def reference_of(name: str) -> str | None:
 
 def variables(four: Single) -> dict[str, str]:
     """The environment of a run."""
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **hosts.variables(four.hosts)}
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **run_hosts.variables(four.hosts)}
 
 
 def one(four: Single) -> Iterator[Run]:

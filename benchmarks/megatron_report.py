@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from . import megatron_four, megatron_runs, megatron_single
-from .hosts import HOSTS
 from .preloaded import GATE
+from .run_hosts import HOSTS
 
 CURVES = (*megatron_runs.CURVES, *megatron_four.CURVES)
 DENSE = ("dense", "dense_again", "dense_third", "dense_cp2", "dense_tp2")

@@ -13,7 +13,7 @@ no server be there, a run loads everything itself.
 
 With the variable BENCHMARK_GATE=FILE a run stops before its first step, makes FILE.ready, and goes on when FILE is there:
 so a timed run can start up beside others and train alone. With BENCHMARK_HOSTS=N its ranks are on N pretended hosts
-(`benchmarks.hosts`).
+(`benchmarks.run_hosts`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from . import hosts
+from . import run_hosts
 
 GATE = "BENCHMARK_GATE"
 FORK = multiprocessing.get_context("fork")
@@ -198,7 +198,7 @@ def run(address: str, ranks: int, arguments: list[str]) -> int:
         for rank, server in enumerate(servers):
             assert server is not None
             stack.enter_context(closing(server))
-            environment = dict(os.environ) | world | hosts.place(rank, ranks)
+            environment = dict(os.environ) | world | run_hosts.place(rank, ranks)
             request = {"arguments": arguments, "environment": environment, "folder": os.getcwd()}
             socket.send_fds(server, [json.dumps(request).encode()], [1, 2])
             running.register(server, selectors.EVENT_READ)
@@ -213,7 +213,7 @@ def run(address: str, ranks: int, arguments: list[str]) -> int:
 
 def run_agents(ranks: int, arguments: list[str]) -> int:
     """Has `arguments` run by torchrun; returns the status. The first agent that fails ends the others."""
-    commands = hosts.agents(ranks, free_port(), fresh(arguments))
+    commands = run_hosts.agents(ranks, free_port(), fresh(arguments))
     agents = [subprocess.Popen(command, env=os.environ | own) for command, own in commands]
     statuses: list[int | None] = [None]
     while None in statuses and not any(statuses):
