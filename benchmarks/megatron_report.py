@@ -1,4 +1,4 @@
-"""Turns the results of `benchmarks.megatron_runs` or `megatron_single` into a summary, a table and a plot of the loss curves.
+"""Turns the results of `benchmarks.megatron_runs`, `_single`, `_pair` or `_four` into tables, and a plot of the loss curves.
 
 python -m benchmarks.megatron_report runs.jsonl --name megatron-DATE-MACHINE [--plot docs/images/megatron_curves.png]
 """
@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import megatron_runs, megatron_single
-from .megatron_runs import CURVES
+from . import megatron_four, megatron_runs, megatron_single
 from .preloaded import GATE
+from .run_hosts import HOSTS
 
+CURVES = (*megatron_runs.CURVES, *megatron_four.CURVES)
 DENSE = ("dense", "dense_again", "dense_third", "dense_cp2", "dense_tp2")
 """Runs of the same thing, on one GPU and two: their distances from each other are the noise."""
 PAIRS = (
@@ -27,6 +28,8 @@ PAIRS = (
     ("p1_tp2", "dense_tp2"),
     ("p95_cp2", "p95"),
     ("p95_tp2", "p95"),
+    ("p1_cp4_2x2", "p1"),
+    ("p95_cp4_2x2", "p95"),
 )
 
 
@@ -80,7 +83,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def report(runs: dict[str, dict[str, Any]]) -> str:
     """The page."""
-    parts = curves(runs)
+    parts = curves(runs) if any(name in CURVES for name in runs) else []
+    parts += four_ranks(runs)
     timed = [
         [
             f"`{name}`",
@@ -89,9 +93,10 @@ def report(runs: dict[str, dict[str, Any]]) -> str:
             _number(runs[name]["loss"], -1),
         ]
         for name in runs
-        if name in megatron_runs.SPEED or name in megatron_single.SPEED
+        if name in megatron_runs.SPEED or name in megatron_single.SPEED or name in megatron_four.SPEED
     ]
-    parts += ["## One long sequence", table(("run", "", "ms a step, median", "last loss"), timed)]
+    if timed:
+        parts += ["## One long sequence", table(("run", "", "ms a step, median", "last loss"), timed)]
     checked = [
         [
             f"`{name}`",
@@ -102,9 +107,10 @@ def report(runs: dict[str, dict[str, Any]]) -> str:
             _remark(name, run),
         ]
         for name, run in sorted(runs.items(), key=_place)
-        if run["kind"] in ("check", "small")
+        if run["kind"] in ("check", "small") and name not in megatron_four.NAMES
     ]
-    parts += ["## Combinations", table(("run", "", "Megatron-LM", "steps", "last loss", ""), checked)]
+    if checked:
+        parts += ["## Combinations", table(("run", "", "Megatron-LM", "steps", "last loss", ""), checked)]
     golden = [
         [f"`{name}`", ended(run), f"{run['seconds']:.0f}"] for name, run in runs.items() if name.startswith("gpt_")
     ]
@@ -150,6 +156,57 @@ def curves(runs: dict[str, dict[str, Any]]) -> list[str]:
         "Difference of two curves:",
         table(("curves", "steps", "largest", "mean"), gaps),
     ]
+
+
+def four_ranks(runs: dict[str, dict[str, Any]]) -> list[str]:
+    """The part about four ranks: each run beside that of one GPU from the same weights."""
+    rows = [_beside_one(name, runs) for name in megatron_four.NAMES if name in runs]
+    if not rows:
+        return []
+    head = (
+        "run",
+        "",
+        "ranks",
+        "ring",
+        "density",
+        "steps",
+        "first loss",
+        "last",
+        "distance from",
+        "loss",
+        "gradient norm",
+    )
+    said = (
+        "Distance from a run of one GPU that begins with the same weights: the largest of all steps, of the loss "
+        "(nats a byte) and of the gradient's norm (relative). Pretended hosts share GPUs. Density: of the last step."
+    )
+    return ["## Four ranks", said, table(head, rows)]
+
+
+def _beside_one(name: str, runs: dict[str, dict[str, Any]]) -> list[str]:
+    """A row of the table of four ranks."""
+    run, reference = runs[name], megatron_four.reference_of(name)
+    density = f"{run['density']:.2f}" if "density" in run else ""
+    row = [f"`{name}`", ended(run), ranks_of(run), run.get("ring", "").partition(" (")[0], density, _steps(run)]
+    row += [_number(run["loss"], 0), _number(run["loss"], -1)]
+    if reference not in runs:
+        return [*row, "", "", ""]
+    other = runs[reference]
+    places = [(run["steps"].index(step), other["steps"].index(step)) for step in run["steps"] if step in other["steps"]]
+    # As the second step of a process Megatron (main) logs the mean of its first two: no other step compares with that.
+    both = [(one, two) for one, two in places if (one == 1) == (two == 1)]
+    values = {what: [(run[what][one], other[what][two]) for one, two in both] for what in ("loss", "grad_norm")}
+    losses = [abs(one - two) for one, two in values["loss"] if one is not None and two is not None]
+    norms = [abs(one / two - 1) for one, two in values["grad_norm"] if one is not None and two]
+    return [*row, f"`{reference}`", *(f"{max(gaps):.1e}" if gaps else "" for gaps in (losses, norms))]
+
+
+def ranks_of(run: dict[str, Any]) -> str:
+    """Where the ranks of a run of `megatron_four` were."""
+    if run["kind"] != "four":
+        return "one"
+    count = run.get("variables", {}).get(HOSTS)
+    return f"four on {count} pretended hosts" if count else "four, a GPU each"
 
 
 def _older(name: str, run: dict[str, Any]) -> bool:
@@ -213,7 +270,7 @@ def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
 def style_of(name: str) -> dict[str, Any]:
     """The line of a curve: the colour says what attention, the dashes how many GPUs and how they split."""
     kind = name.split("_", maxsplit=1)[0]
-    dashes = {"cp2": (5, 1.5), "tp2": (1, 1)}.get(name.rpartition("_")[2], (None, None))
+    dashes = {"cp2": (5, 1.5), "tp2": (1, 1), "2x2": (5, 1, 1, 1)}.get(name.rpartition("_")[2], (None, None))
     return {"color": {"dense": "0.35", "p1": "tab:blue", "p95": "tab:red"}[kind], "dashes": dashes, "linewidth": 1.2}
 
 
@@ -230,6 +287,7 @@ def main() -> None:
     parser.add_argument("--name", required=True, help="of the results in benchmarks/results")
     parser.add_argument("--title", default="Training with Megatron-LM", help="of the page")
     parser.add_argument("--note", type=Path, help="a file with what to say first")
+    parser.add_argument("--beside", type=Path, help="a stored .json whose loss curves these are compared with")
     parser.add_argument("--plot", type=Path, help="draw the loss curves into this picture")
     options = parser.parse_args()
     runs = read(options.runs)
@@ -237,6 +295,9 @@ def main() -> None:
     kept = [without_paths(run) for run in runs.values()]
     (results / f"{options.name}.json").write_text("[\n" + ",\n".join(map(json.dumps, kept)) + "\n]\n")
     note = options.note.read_text() if options.note else ""
+    if options.beside:
+        stored = json.loads(options.beside.read_text())
+        runs = {run["name"]: run for run in stored if run["name"] in CURVES} | runs
     (results / f"{options.name}.md").write_text(f"# {options.title}\n\n{note}\n{report(runs)}")
     if options.plot:
         plot(runs, options.plot)

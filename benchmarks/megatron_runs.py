@@ -49,9 +49,8 @@ LOAD = "--ckpt-format torch_dist --no-load-rng --exit-on-missing-checkpoint --lo
 DRAWN = (
     f"{TE} --attention-backend auto --lr 0 --min-lr 0 --exit-interval 1 --no-save-optim --no-save-rng {SAVE} OUT/drawn"
 )
-START_DRAWN = (
-    f"{LOAD} OUT/drawn --finetune --no-load-optim --make-vocab-size-divisible-by 64"  # per rank: 384 as on one
-)
+LOAD_DRAWN = f"{LOAD} OUT/drawn --finetune --no-load-optim"
+START_DRAWN = f"{LOAD_DRAWN} --make-vocab-size-divisible-by 64"  # per rank: 384 as on one
 CURVES = {
     "dense": ("single", f"{TE} --attention-backend auto"),
     "dense_again": ("single", f"{TE} --attention-backend auto"),

@@ -134,20 +134,24 @@ REFUSED = {"cuda_graph_refused": re.compile(r"megatron_mtraining: error: --cuda-
 
 @dataclass(frozen=True)
 class Single:
-    """How runs are started here: what they are given, and the servers that have loaded the checkouts."""
+    """How runs are started here: what they are given, the servers that have loaded the checkouts, ranks and (pretended)
+    hosts of a run.
+    """
 
     options: Options
     sockets: Path
     ranks: int = 1
+    hosts: int = 1
 
-    def start(self, name: str, words: str) -> tuple[str, ...]:
-        """The command of a run that is forked."""
+    def start(self, name: str, words: str, by_agents: bool = False) -> tuple[str, ...]:
+        """The command of a run that is forked, or (`by_agents`) started by torchrun."""
         older = is_older(name)
         checkout = self.options.older if older else self.options.megatron
         script = checkout / SCRIPTS.get(name, "pretrain_gpt.py")
         if name.startswith("packed"):
             script = ROOT / "tests" / "megatron" / "pretrain_packed.py"
-        client = (sys.executable, "-m", "benchmarks.preloaded", "run", self.socket(older), str(self.ranks))
+        how = ("agents",) if by_agents else ("run", self.socket(older))
+        client = (sys.executable, "-m", "benchmarks.preloaded", *how, str(self.ranks))
         return (*client, str(script.resolve()), *self.options.arguments(name, words))
 
     def functional_test(self, case: str, step: str) -> Run:
@@ -183,11 +187,12 @@ class Single:
         """The address of the server that has loaded one of the checkouts."""
         return str(self.sockets / ("older" if older else "megatron"))
 
-    def serve(self) -> list[subprocess.Popen[bytes]]:
-        """Starts both servers."""
-        checkouts = ((False, self.options.megatron), (True, self.options.older))
+    def serve(self, runs: Sequence[Run]) -> list[subprocess.Popen[bytes]]:
+        """Starts the servers that these runs need."""
+        checkouts = {False: self.options.megatron, True: self.options.older}
         start = (sys.executable, "-m", "benchmarks.preloaded", "serve")
-        return [subprocess.Popen((*start, self.socket(older), str(checkout))) for older, checkout in checkouts]
+        needed = sorted({is_older(run.name) for run in runs})
+        return [subprocess.Popen((*start, self.socket(older), str(checkouts[older]))) for older in needed]
 
 
 def is_older(name: str) -> bool:
@@ -268,12 +273,26 @@ def parse(description: str, groups: Sequence[str]) -> argparse.Namespace:
     return parser_of(description, groups, 65536).parse_args()
 
 
-def run_groups(given: argparse.Namespace, groups: dict[str, Callable[[Single], Iterator[Run]]], ranks: int = 1) -> None:
-    """Runs the groups, with `ranks` processes a run; the next begins while the last one ends."""
+def run_groups(
+    given: argparse.Namespace,
+    groups: dict[str, Callable[[Single], Iterator[Run]]],
+    ranks: int = 1,
+    hosts: int = 1,
+    judge: Callable[[dict[str, Any], Path], dict[str, Any]] = judge,
+) -> None:
+    """Runs the groups; the next begins while the last one ends.
+
+    Args:
+        given: the command line.
+        groups: what makes the runs of each group.
+        ranks: processes of a run.
+        hosts: pretended hosts that these are on.
+        judge: what looks closer at each result, given the folder of the logs.
+    """
     given.out.mkdir(parents=True, exist_ok=True)
     out = given.out.resolve()
     options = Options(given.megatron, given.older, given.data, out, given.speed_length, given.extra)
-    single = Single(options, out, ranks)
+    single = Single(options, out, ranks, hosts)
     only = set(filter(None, given.only.split(",")))
     runs = [run for group in given.groups.split(",") for run in groups[group](single) if not only or run.name in only]
 
@@ -285,7 +304,7 @@ def run_groups(given: argparse.Namespace, groups: dict[str, Callable[[Single], I
         print(f"{result['name']:34} status {result['status']}  {result['seconds']:6.1f} s  last {last}", flush=True)
 
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the runs are stopped, too
-    servers = single.serve()
+    servers = single.serve(runs)
     try:
         run_all(runs, out / "logs", note)
     finally:

@@ -3,6 +3,8 @@
     python -m benchmarks.preloaded serve SOCKET CHECKOUT             load once, then fork a process for each run
     python -m benchmarks.preloaded run SOCKET RANKS SCRIPT [ARGUMENT ...]
                                                                      one run, with this command's environment and output
+    python -m benchmarks.preloaded agents RANKS SCRIPT [ARGUMENT ...]
+                                                                     the same by torchrun, an agent on each host
 
 A run does in RANKS forked processes what `python -m megatron_mtraining.launch SCRIPT ARGUMENT ...` does on each rank, in the
 same order: the launcher, too, loads all of Megatron before it hooks anything. CUDA is not touched before the fork: modules
@@ -10,7 +12,8 @@ that ask for the device while they are loaded are told what another process was.
 no server be there, a run loads everything itself.
 
 With the variable BENCHMARK_GATE=FILE a run stops before its first step, makes FILE.ready, and goes on when FILE is there:
-so a timed run can start up beside others and train alone.
+so a timed run can start up beside others and train alone. With BENCHMARK_HOSTS=N its ranks are on N pretended hosts
+(`benchmarks.run_hosts`).
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
+
+from . import run_hosts
 
 GATE = "BENCHMARK_GATE"
 FORK = multiprocessing.get_context("fork")
@@ -184,19 +189,17 @@ def run(address: str, ranks: int, arguments: list[str]) -> int:
 
     The first rank that fails ends the others.
     """
-    port = FIRST_PORT + os.getpid() % PORTS
     servers = [_connect(address) for _ in range(ranks)]
     if None in servers:
         print(f"no server at {address}; starting new processes", flush=True)
-        start = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m")
-        return subprocess.run((*start, *fresh(arguments)), check=False).returncode
-    world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+        return run_agents(ranks, arguments)
+    world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with ExitStack() as stack, selectors.DefaultSelector() as running:
         for rank, server in enumerate(servers):
             assert server is not None
             stack.enter_context(closing(server))
-            numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
-            request = {"arguments": arguments, "environment": dict(os.environ) | world | numbers, "folder": os.getcwd()}
+            environment = dict(os.environ) | world | run_hosts.place(rank, ranks)
+            request = {"arguments": arguments, "environment": environment, "folder": os.getcwd()}
             socket.send_fds(server, [json.dumps(request).encode()], [1, 2])
             running.register(server, selectors.EVENT_READ)
         while running.get_map():
@@ -206,6 +209,25 @@ def run(address: str, ranks: int, arguments: list[str]) -> int:
                 if status != b"\0":
                     return status[0] if status else 1
     return 0
+
+
+def run_agents(ranks: int, arguments: list[str]) -> int:
+    """Has `arguments` run by torchrun; returns the status. The first agent that fails ends the others."""
+    commands = run_hosts.agents(ranks, free_port(), fresh(arguments))
+    agents = [subprocess.Popen(command, env=os.environ | own) for command, own in commands]
+    statuses: list[int | None] = [None]
+    while None in statuses and not any(statuses):
+        time.sleep(0.1)
+        statuses = [agent.poll() for agent in agents]
+    for agent in agents:
+        agent.terminate()  # of those that are left, each ends its ranks
+        agent.wait()
+    return next(filter(None, statuses), 0)
+
+
+def free_port() -> int:
+    """Where the ranks of this process' run meet: no other run of this time has the same."""
+    return FIRST_PORT + os.getpid() % PORTS
 
 
 def fresh(arguments: list[str]) -> tuple[str, ...]:
@@ -237,6 +259,8 @@ def main() -> None:
             raise SystemExit(_train([script, *arguments]))
         case ["run", address, ranks, script, *arguments] if ranks.isdigit() and int(ranks) > 0:
             raise SystemExit(run(address, int(ranks), [script, *arguments]))
+        case ["agents", ranks, script, *arguments] if ranks.isdigit() and int(ranks) > 0:
+            raise SystemExit(run_agents(int(ranks), [script, *arguments]))
     raise SystemExit(__doc__)
 
 

@@ -23,10 +23,12 @@ VALUES = {
     "loss": re.compile(r"lm loss: ([-+\d.Ena]+)"),
     "grad_norm": re.compile(r"grad norm: ([-+\d.Ena]+)"),
 }
+RING = re.compile(r"> megatron_mtraining: ((?:flat|hierarchical) ring, .* communicators made)")
+DENSITY = re.compile(r"\| density: ([\d.]+)")
 VALIDATION = re.compile(r"validation loss at .*?lm loss value: ([-+\d.Ena]+)")
-LIMITS = {"curve": 2, "check": 5, "single": 6, "alone": 1, "gated": 3, "small": 8}
+LIMITS = {"curve": 2, "check": 5, "single": 6, "alone": 1, "gated": 3, "small": 8, "four": 4}
 """Most runs of each kind at a time."""
-STAGGER = {"curve": 9.0, "check": 1.0, "single": 0.0, "alone": 0.0, "gated": 0.0, "small": 0.3}
+STAGGER = {"curve": 9.0, "check": 1.0, "single": 0.0, "alone": 0.0, "gated": 0.0, "small": 0.3, "four": 4.0}
 """Seconds from one start to the next."""
 
 
@@ -37,7 +39,8 @@ class Run:
     Attributes:
         name: of its log.
         kind: `curve` (many steps on several GPUs), `single` (many steps on one), `check` (few steps, not timed), `small`
-            (the same, loaded already), `alone` (timed) or `gated` (timed: starts up beside others and trains alone).
+            (the same, loaded already), `four` (the same on four ranks), `alone` (timed) or `gated` (timed: starts up beside
+            others and trains alone).
         command: what to start.
         variables: of the environment, besides those of this process.
         timeout: seconds.
@@ -151,7 +154,9 @@ def _may_start(run: Run, running: Sequence[_Started], since_last: float) -> bool
 
 
 def read_log(path: Path) -> dict[str, Any]:
-    """What Megatron logged by step: `steps`, `ms`, `loss`, `grad_norm`; and the last validation loss, if any."""
+    """What Megatron logged by step: `steps`, `ms`, `loss`, `grad_norm`; if any, the `ring`, the last density and the last
+    validation loss.
+    """
     found: dict[str, Any] = {"steps": [], "ms": [], **{name: [] for name in VALUES}}
     for line in path.read_text(errors="replace").splitlines():
         match = ITERATION.search(line)
@@ -161,6 +166,12 @@ def read_log(path: Path) -> dict[str, Any]:
             for name, pattern in VALUES.items():
                 value = pattern.search(line)
                 found[name].append(float(value[1]) if value else None)
+            density = DENSITY.search(line)
+            if density:
+                found["density"] = float(density[1])
+        ring = RING.search(line)
+        if ring:
+            found["ring"] = ring[1]
         validation = VALIDATION.search(line)
         if validation:
             found["validation_loss"] = float(validation[1])
