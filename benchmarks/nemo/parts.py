@@ -24,6 +24,13 @@ from .runs import (
 from .session import Session, begin_groups, kinds_of_attention, logits_of
 
 STEPS = 10
+RECOMMENDED = [
+    "mtraining.top_p=0.95",
+    "mtraining.probe_segments=8",
+    "mtraining.max_compact_columns=32768",
+    "mtraining.dense_layers=1",
+]
+"""The setting that docs/recipes.md names, with one dense layer of the small model's."""
 
 
 def folders(session: Session, family: str) -> tuple[Path, Path, Path, Path]:
@@ -218,7 +225,6 @@ def peft_part(session: Session) -> None:
     session.attempt(recipe, "qwen25_3b_pretrain_1gpu_16k_config", "overrides", words)
     if not session.cpu:
         session.attempt(recipe, "qwen25_3b_pretrain_1gpu_16k_config", "offload", small_words(session, 3))
-        session.attempt(import_by_bridge)
     session.say(ended=True)
 
 
@@ -249,13 +255,30 @@ def refused(session: Session, word: str) -> None:
     raise AssertionError(f"{word} was accepted")
 
 
+def setting_part(session: Session) -> None:
+    """The setting that trained as well as dense (docs/proof.md), from the imported Qwen; Bridge's own import."""
+    session.wait_for(session.work / "qwen-imported.done")
+    session.attempt(train, "qwen", "recommended", RECOMMENDED)
+    if not session.cpu:
+        session.attempt(import_by_bridge)
+    session.say(ended=True)
+
+
 def import_by_bridge(session: Session) -> None:
-    """Bridge's own import, to know whether it still needs APEX."""
+    """Whether Bridge's own import, which has no argument for the fusion, still wants APEX where Transformer Engine is."""
     from megatron.bridge import AutoBridge
 
+    from megatron_mtraining.bridge.conversion import EXTENSION, have_fused_gradients
+
     _, long, _, _ = folders(session, "qwen")
-    AutoBridge.import_ckpt(str(long), str(session.work / "qwen" / "imported_by_bridge"))
-    session.say(imported_by_bridge=True)
+    try:
+        AutoBridge.import_ckpt(str(long), str(session.work / "qwen" / "imported_by_bridge"))
+    except RuntimeError as error:
+        if have_fused_gradients() or EXTENSION not in str(error):
+            raise
+        session.say(imported_by_bridge=False, wants=EXTENSION)
+        return
+    session.say(imported_by_bridge=True, apex=have_fused_gradients())
 
 
 def big_part(session: Session) -> None:
@@ -276,5 +299,6 @@ PARTS = {
     "qwen-dense": dense_part,
     "llama-dense": dense_part,
     "peft": peft_part,
+    "setting": setting_part,
     "big": big_part,
 }

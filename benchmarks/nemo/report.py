@@ -1,4 +1,7 @@
-"""Tables of a run, from the lines of its parts: `python -m benchmarks.nemo.report RESULTS.jsonl` prints Markdown."""
+"""Tables of a run, from the lines of its parts, as Markdown: `python -m benchmarks.nemo.report RESULTS.jsonl [CALL...]`.
+
+With calls, only their lines are taken (the key `call` of a line).
+"""
 
 from __future__ import annotations
 
@@ -67,8 +70,11 @@ def trained(lines: list[Line]) -> list[list[str]]:
 
 
 def dense_of(line: Line, runs: dict[str, Line]) -> Line | None:
-    """The dense run with the start of a run (`qwen-dense` for `qwen-p1`), if there is one."""
-    dense = runs.get(f"{line['run'].split('-')[0]}-dense")
+    """The dense run with the start of a run, if there is one: for `qwen-p1` `qwen-dense`, for one that goes on from step 11
+    `qwen-dense-from-ours`.
+    """
+    kind = "dense" if line["first_step"] == 1 else "dense-from-ours"
+    dense = runs.get(f"{line['run'].split('-')[0]}-{kind}")
     if dense is None or dense is line or line["part"].endswith("big") or dense["first_step"] != line["first_step"]:
         return None
     return dense
@@ -107,8 +113,10 @@ def report(lines: list[Line]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Prints the tables of a file."""
+    """Prints the tables of a file, or of some of its calls."""
+    calls = sys.argv[2:]
     lines = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]
+    lines = [line for line in lines if not calls or line["call"] in calls]
     print("\n".join(report(lines)))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -122,6 +123,7 @@ class PreWrapHook:
         prepare(self.settings, self.cfg.model)
         for model in models:
             _swap_built(model)
+        _give_rotary_its_group(models)
         _make_decentralized_groups(models, self.settings)
         census = model_check.check_model(models)
         for model in models:
@@ -258,6 +260,18 @@ def _refuse_foreign_attention(model: MegatronModule) -> None:
         kind = type(module)
         if kind.__module__.startswith("transformer_engine") and "Attention" in kind.__name__:
             raise RefusedError(f"{name} is Transformer Engine's {kind.__name__}: it could not be swapped")
+
+
+def _give_rotary_its_group(models: list[MegatronModule]) -> None:
+    """Hands YaRN's embedding the model's context-parallel group where there are no global groups.
+
+    Megatron's GPTModel hands it to plain RoPE only (0.19). Without it every rank would embed the whole sequence.
+    """
+    for model in models:
+        group = getattr(getattr(model, "pg_collection", None), "cp", None)
+        for module in model.modules():
+            if isinstance(module, RotaryEmbedding) and module.cp_group is None:
+                module.cp_group = group
 
 
 def _make_decentralized_groups(models: list[MegatronModule], settings: Settings) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,6 +39,17 @@ def activate() -> None:
     for name in ("_initialize_distributed", "_set_random_seed"):
         setattr(initialize, name, _with_one_device(getattr(initialize, name)))
     setup.set_jit_fusion_options = _nothing
+    torch.distributed.distributed_c10d.new_group = _gloo_for_nccl(torch.distributed.distributed_c10d.new_group)
+
+
+def _gloo_for_nccl(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Bridge's decentralized groups are NCCL's by name, whatever `dist.distributed_backend` says."""
+
+    @functools.wraps(original)
+    def new_group(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
+        return original(*args, backend="gloo" if backend == "nccl" else backend, **kwargs)
+
+    return new_group
 
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.nemo.report import report
+from benchmarks.nemo.parts import import_by_bridge
+from benchmarks.nemo.report import main, report
+from benchmarks.nemo.session import Session
 from benchmarks.nemo.small import distance
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,6 +48,48 @@ def test_gaps_are_to_the_dense_run_of_the_same_start() -> None:
     assert "| qwen-p1-on | Attention x 4 | 5 to 8 | 0.9000 -> 0.6000 |  |  |" in text
     assert "| qwen-3b-16k | Attention x 4 | 1 to 4 | 12.0000 -> 3.0000 |  |  |" in text
     assert "Nothing failed." in text
+
+
+def test_gap_of_a_resumed_run_is_to_the_dense_run_from_the_same_checkpoint() -> None:
+    lines = [
+        run_line("qwen-dense", [3.0, 2.5, 1.5, 0.9], part="qwen-dense"),
+        run_line("qwen-p1-on", [0.9, 0.8, 0.7, 0.6], first_step=5),
+        run_line("qwen-dense-from-ours", [0.9, 0.8, 0.5, 0.7], part="qwen-dense", first_step=5),
+    ]
+    text = "\n".join(report(lines))
+    assert "| qwen-p1-on | Attention x 4 | 5 to 8 | 0.9000 -> 0.6000 | 0.20000 / +0.02500 |" in text
+    assert "| qwen-dense-from-ours | Attention x 4 | 5 to 8 | 0.9000 -> 0.7000 |  |" in text
+
+
+def test_tables_of_one_call(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [run_line("qwen-p1", [float(n)] * 4) | {"call": name} for n, name in ((3, "first"), (2, "second"))]
+    (tmp_path / "results.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path / "results.jsonl"), "second"])
+    main()
+    text = capsys.readouterr().out
+    assert "2.0000 -> 2.0000" in text
+    assert "3.0000" not in text
+
+
+@pytest.mark.bridge
+@pytest.mark.parametrize("message", [None, "gradient_accumulation_fusion ... fused_weight_gradient_mlp_cuda", "other"])
+def test_only_the_want_of_apex_is_an_answer_of_the_import_by_bridge(
+    bridge: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: str | None
+) -> None:
+    def import_ckpt(*_: Any) -> None:
+        if message:
+            raise RuntimeError(message)
+
+    monkeypatch.setattr(bridge.AutoBridge, "import_ckpt", import_ckpt)
+    session = Session("setting", tmp_path, tmp_path, cpu=True)
+    if message == "other":
+        with pytest.raises(RuntimeError, match="other"):
+            import_by_bridge(session)
+        return
+    import_by_bridge(session)
+    assert json.loads((tmp_path / "setting.jsonl").read_text())["imported_by_bridge"] is (message is None)
 
 
 def test_failures_are_shown() -> None:

@@ -43,8 +43,11 @@ def numbers(lines: list[dict[str, Any]]) -> list[float]:
     return [value for line in lines for name, value in line.items() if name in ("loss", "grad_norm", "eval")]
 
 
-def test_two_ranks_train_as_one_natively_and_converted(tmp_path: Path) -> None:
-    """The same losses, gradient norms and evaluations; one log line says how the sequence is dealt."""
+def test_two_ranks_train_as_one_natively_converted_and_with_decentralized_groups(tmp_path: Path) -> None:
+    """The same losses, gradient norms and evaluations; one log line says how the sequence is dealt.
+
+    Without Megatron's global groups YaRN's embedding, of all parts, is handed none by its GPTModel.
+    """
     one, log = train(tmp_path / "one", save=True)
     assert one[-1] == {"ended": True, "groups_gone": True}, log[-3000:]
     assert len(numbers(one)) == 3 * 2 + 2
@@ -55,6 +58,12 @@ def test_two_ranks_train_as_one_natively_and_converted(tmp_path: Path) -> None:
     assert "swapped; layout striped, convert: asked for" in log
     assert numbers(native) == pytest.approx(numbers(one), rel=1e-5)
     assert numbers(converted) == pytest.approx(numbers(one), rel=1e-5)
+    own_groups = ["dist.use_decentralized_pg=true", "dist.use_gloo_process_groups=false"]
+    for mode in ("native", "convert"):
+        words = [*own_groups, f"mtraining.layout_mode={mode}"]
+        free, log = train(tmp_path / f"decentralized-{mode}", 2, overrides=words)
+        assert free[-1] == {"ended": True, "groups_gone": True}, log[-3000:]
+        assert numbers(free) == pytest.approx(numbers(one), rel=1e-5)
     metrics = [json.loads(line) for line in (tmp_path / "native" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in metrics] == [1, 2, 3]
     assert all(0 < line["density"] <= 1 + 64 / 512 and set(line["density_by_layer"]) == {"0", "1"} for line in metrics)
