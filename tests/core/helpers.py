@@ -1,8 +1,10 @@
 """What the core tests share."""
 
 import random
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -10,6 +12,19 @@ from megatron_mtraining import Documents, VerticalSlashIndex
 from megatron_mtraining.testing import oracle
 
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+def refusal(
+    main: Callable[[], object],
+    words: Sequence[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> str:
+    """The last line that a command prints when it ends because of these options."""
+    monkeypatch.setattr(sys, "argv", ["benchmark", *words])
+    with pytest.raises(SystemExit):
+        main()
+    return capsys.readouterr().err.splitlines()[-1]
 
 
 def random_qkv(
